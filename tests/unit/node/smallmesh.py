@@ -98,6 +98,21 @@ class SmallMesh:
         await self.write(Place(id.partition(".")[0], resident, WHY))
         return resident
 
+    async def settle(
+        self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
+    ) -> Resident:
+        """A resident that is placed, once it does what is wished."""
+        await self.place(id, role, job, **fields)
+        return await self.until_settled(id)
+
+    async def begin(self, *options: str, workers: int = 1) -> SystemChild:
+        """The agent of workers, with an engine on the first that is ready."""
+        agent = self.start_agent(*options, workers=workers)
+        for number in range(workers):
+            await self.form(f"w{number}", gang=f"g{number}")
+        await self.settle("g0.0")
+        return agent
+
     async def remove(self, id: str) -> None:
         await self.write(Remove(id.partition(".")[0], id, WHY))
 

@@ -31,8 +31,7 @@ async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_c
     await mesh.until_settled("g0.1")
     engine, trainer = await mesh.pid_of("engine/g0.0"), await mesh.pid_of("trainer/k")
 
-    await mesh.place("g0.1", Role.TRAINING, "k", core=True, tier=Tier.MEMORY, epoch=2)
-    asleep = await mesh.until_settled("g0.1")
+    asleep = await mesh.settle("g0.1", Role.TRAINING, "k", core=True, tier=Tier.MEMORY, epoch=2)
     assert asleep.reports[0].held.memory and not asleep.reports[0].held.accelerator
     assert await mesh.pid_of("trainer/k") == trainer, "another wish is no other process"
 
@@ -64,8 +63,7 @@ async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_c
 async def test_a_slow_or_failing_resident_does_not_hold_up_another(mesh: SmallMesh) -> None:
     mesh.start_agent()
     await mesh.form("w0")
-    await mesh.place("g0.0", job="slow")
-    await mesh.until_settled("g0.0")
+    await mesh.settle("g0.0", job="slow")
     await mesh.place("g0.1", job="broken")
     slow = await mesh.pid_of("engine/g0.0")
     await mesh.remove("g0.0")
@@ -80,10 +78,7 @@ async def test_a_slow_or_failing_resident_does_not_hold_up_another(mesh: SmallMe
 
 
 async def test_a_role_process_that_is_killed_or_stopped_is_replaced(mesh: SmallMesh) -> None:
-    mesh.start_agent()
-    await mesh.form("w0")
-    await mesh.place("g0.0")
-    await mesh.until_settled("g0.0")
+    await mesh.begin()
     first = await mesh.pid_of("engine/g0.0")
     os.kill(first, signal.SIGKILL)
     second = await mesh.pid_of("engine/g0.0", other_than=first)
@@ -97,10 +92,7 @@ async def test_a_role_process_that_is_killed_or_stopped_is_replaced(mesh: SmallM
 async def test_a_worker_outlives_an_outage_of_redis_that_outlasts_its_lease(
     mesh: SmallMesh,
 ) -> None:
-    mesh.start_agent()
-    await mesh.form("w0")
-    await mesh.place("g0.0")
-    await mesh.until_settled("g0.0")
+    await mesh.begin()
     worker, engine = await mesh.pid_of("worker/w0"), await mesh.pid_of("engine/g0.0")
     os.kill(mesh.redis.pid, signal.SIGSTOP)
     os.kill(engine, signal.SIGKILL)  # so that there is something to report
@@ -133,11 +125,7 @@ async def test_a_killed_worker_takes_its_role_processes_along_and_its_successor_
 
 
 async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: SmallMesh) -> None:
-    agent = mesh.start_agent(workers=2)
-    await mesh.form("w0")
-    await mesh.form("w1", gang="g1")
-    await mesh.place("g0.0")
-    await mesh.until_settled("g0.0")
+    agent = await mesh.begin(workers=2)
     names = ("worker/w0", "worker/w1", "engine/g0.0")
     before = [await mesh.pid_of(name) for name in names]
     agent.kill()
@@ -159,10 +147,7 @@ async def test_workers_outlive_the_agent_and_the_next_one_adopts_them(mesh: Smal
 async def test_without_an_agent_nothing_is_left_after_a_while(
     mesh: SmallMesh, redis_too: bool
 ) -> None:
-    agent = mesh.start_agent("--orphan-s", "3")
-    await mesh.form("w0")
-    await mesh.place("g0.0")
-    await mesh.until_settled("g0.0")
+    agent = await mesh.begin("--orphan-s", "3")
     await mesh.write(Serve("here", ("sandbox/j/0",), WHY))
     names = ("worker/w0", "engine/g0.0", "sandbox/j/0")
     pids = [await mesh.pid_of(name) for name in names]
@@ -177,10 +162,7 @@ async def test_without_an_agent_nothing_is_left_after_a_while(
 async def test_a_move_without_room_is_refused_by_its_numbers_and_the_process_stays(
     mesh: SmallMesh,
 ) -> None:
-    mesh.start_agent("--memory-bytes", "999", "--accelerator-bytes", "1500")
-    await mesh.form("w0")
-    await mesh.place("g0.0")
-    await mesh.until_settled("g0.0")
+    await mesh.begin("--memory-bytes", "999", "--accelerator-bytes", "1500")
     engine = await mesh.pid_of("engine/g0.0")
     await mesh.place("g0.0", tier=Tier.MEMORY, epoch=2)
     refused = await mesh.until("refused", "g0.0", lambda r: r.doing == Doing.FAILED)
@@ -192,8 +174,7 @@ async def test_a_move_without_room_is_refused_by_its_numbers_and_the_process_sta
     assert "which makes 2000 of 1500" in larger.detail
     assert (await mesh.resident("g0.0")).doing == Doing.FAILED
 
-    await mesh.place("g0.0", tier=Tier.DISK, epoch=3)
-    await mesh.until_settled("g0.0")
+    await mesh.settle("g0.0", tier=Tier.DISK, epoch=3)
     assert await mesh.pid_of("engine/g0.0") == engine
 
 
@@ -202,8 +183,7 @@ async def test_what_is_reported_for_an_earlier_wish_is_refused_and_the_later_one
 ) -> None:
     mesh.start_agent()
     await mesh.form("w0")
-    await mesh.place("g0.0")
-    settled = await mesh.until_settled("g0.0")
+    settled = await mesh.settle("g0.0")
     report = settled.reports[0]
     await mesh.place("g0.0", tier=Tier.MEMORY, epoch=2)
     assert not await pool.report(mesh.state, "w0", "g0", "g0.0", report)
@@ -218,12 +198,8 @@ async def test_what_a_resident_has_kept_on_disk_goes_with_it_and_not_with_its_wo
     mine, others, half = (
         kept / name for name in ("engine-g0.0.kept", "trainer-x.kept", "engine-g9.0.kept.new")
     )
-    mesh.start_agent()
-    await mesh.form("w0")
-    await mesh.place("g0.0")
-    await mesh.until_settled("g0.0")
-    await mesh.place("g0.0", tier=Tier.DISK, epoch=2)
-    await mesh.until_settled("g0.0")
+    await mesh.begin()
+    await mesh.settle("g0.0", tier=Tier.DISK, epoch=2)
     os.makedirs(kept, exist_ok=True)
     for file in (mine, others, half):
         file.write_bytes(b"tensors")

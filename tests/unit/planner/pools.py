@@ -216,6 +216,13 @@ class Looks:
         return len(awake(self.snapshot, job))
 
 
+def begun(hosts: Sequence[int], *jobs: PlannedJob, **other: Any) -> Looks:
+    """Looks at a pool that has settled."""
+    looks = Looks(pool(hosts, *jobs, **other))
+    looks.settle()
+    return looks
+
+
 def awake(snapshot: Snapshot, job: str) -> set[str]:
     return {
         gang.workers[rank]

@@ -18,7 +18,7 @@ from services.planner.memory import PlannerMemory
 from services.planner.policies.engines import shape
 from services.planner.pool.draft import Draft
 from services.planner.pool.presence import present
-from tests.unit.planner.pools import QUIET, Looks, applied, check, does, job, pool, settled
+from tests.unit.planner.pools import QUIET, Looks, applied, begun, check, does, job, pool, settled
 
 SHORT_MS = round(1000 * PoolSettings().short_s) + 1
 
@@ -50,8 +50,7 @@ def left(looks: Looks) -> int:
 
 
 def test_engines_are_gangs_of_the_smallest_degree_of_one_host_each() -> None:
-    looks = Looks(pool([4, 3], job(degrees=(2, 4))))
-    looks.settle()
+    looks = begun([4, 3], job(degrees=(2, 4)))
     assert degrees(looks) == [2, 2] and "core" in looks.roles().values()
     hosts = {w.id: w.host for w in looks.snapshot.workers}
     for gang in looks.snapshot.gangs:
@@ -69,8 +68,7 @@ def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
 
 
 def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
-    looks = Looks(pool([2], job(degrees=(2,), phase=Phase.QUEUED, alternates=False)))
-    looks.settle()
+    looks = begun([2], job(degrees=(2,), phase=Phase.QUEUED, alternates=False))
     looks.change(now_ms=looks.snapshot.now_ms + SHORT_MS)
     [failed] = [d for d in looks.look() if isinstance(d, FailJob)]
     assert "needs 3 workers (1 for its core, 2 to roll out)" in failed.error
@@ -90,14 +88,12 @@ def test_who_never_has_room_for_core_and_engine_is_told(
 
 
 def test_a_core_leaves_the_host_to_the_engine_that_fits_nowhere_else() -> None:
-    looks = Looks(pool([2, 1], job(degrees=(2,), alternates=False)))
-    looks.settle()
+    looks = begun([2, 1], job(degrees=(2,), alternates=False))
     assert looks.roles() == {"w0": "rollout", "w1": "rollout", "w2": "core"}
 
 
 def test_a_worker_of_an_engine_that_is_lost_ends_it_and_another_one_is_formed() -> None:
-    looks = Looks(pool([5], job(degrees=(2,), alternates=False, helped=False)))
-    looks.settle()
+    looks = begun([5], job(degrees=(2,), alternates=False, helped=False))
     assert degrees(looks) == [2, 2]
     looks.worker("w2", alive=False)
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
@@ -112,8 +108,7 @@ def test_a_worker_of_an_engine_that_is_lost_ends_it_and_another_one_is_formed() 
 
 def test_helpers_and_smaller_engines_of_others_leave_for_a_jobs_only_engine() -> None:
     many = job("many", submitted_ms=1)
-    looks = Looks(pool([4, 4], many, settings=QUIET))
-    looks.settle()
+    looks = begun([4, 4], many, settings=QUIET)
     late = job("late", degrees=(4,), alternates=False, phase=Phase.QUEUED, submitted_ms=2)
     looks.change(jobs=(many, late))
     looks.settle()
@@ -123,8 +118,7 @@ def test_helpers_and_smaller_engines_of_others_leave_for_a_jobs_only_engine() ->
 
 def test_a_share_is_given_back_by_whole_engines() -> None:
     first = job("first", degrees=(2,), alternates=False, helped=False)
-    looks = Looks(pool([9], first))
-    looks.settle()
+    looks = begun([9], first)
     assert degrees(looks, "first") == [2, 2, 2, 2]
     second = job("second", degrees=(2,), alternates=False, phase=Phase.QUEUED, submitted_ms=3)
     looks.change(jobs=(first, second))
@@ -133,8 +127,7 @@ def test_a_share_is_given_back_by_whole_engines() -> None:
 
 
 def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
-    looks = Looks(pool([5], job(helped=False)))
-    looks.settle()
+    looks = begun([5], job(helped=False))
     assert degrees(looks) == [1, 1, 1, 1]
     looks.change(jobs=(job(helped=False, degrees=(2,), alternates=False),))
     looks.settle()
@@ -147,8 +140,7 @@ def test_a_job_whose_file_allows_other_degrees_gets_engines_of_those() -> None:
 @pytest.fixture
 def eight() -> Looks:
     """A core and eight engines of one worker on a host of nine."""
-    looks = Looks(pool([9], job(degrees=(1, 2, 4, 8), helped=False)))
-    looks.settle()
+    looks = begun([9], job(degrees=(1, 2, 4, 8), helped=False))
     return looks
 
 
@@ -169,8 +161,7 @@ def test_an_engine_is_split(eight: Looks) -> None:
 
 
 def test_the_last_engine_stays_until_another_one_is_ready() -> None:
-    looks = Looks(pool([5], job(degrees=(2, 4), helped=False, alternates=False, most=3)))
-    looks.settle()
+    looks = begun([5], job(degrees=(2, 4), helped=False, alternates=False, most=3))
     assert degrees(looks) == [2]
     [old] = [r.id for _, r in looks.residents() if r.role == Role.ROLLOUT]
     looks.change(workers=(*looks.snapshot.workers, *more("w5", "w6")))
@@ -196,8 +187,7 @@ def test_pinned_engines_stay_and_count(eight: Looks) -> None:
 
 
 def test_helpers_become_an_engine_and_again_helpers() -> None:
-    looks = Looks(pool([7], job(degrees=(2,), alternates=False)))
-    looks.settle()
+    looks = begun([7], job(degrees=(2,), alternates=False))
     assert degrees(looks) == [2, 2, 2]
     assert wished(looks, [2, 2], helpers=2)
     assert sorted(looks.roles().values()).count("training") == 2
@@ -211,8 +201,7 @@ def test_degrees_that_the_job_does_not_allow_are_left_out(eight: Looks) -> None:
 
 
 def test_no_engine_is_formed_over_hosts() -> None:
-    looks = Looks(pool([3, 2], job(degrees=(1, 4), helped=False)))
-    looks.settle()
+    looks = begun([3, 2], job(degrees=(1, 4), helped=False))
     assert not wished(looks, [4])
     assert degrees(looks) == [1, 1, 1, 1]
 
@@ -238,8 +227,7 @@ def test_a_merge_that_fails_is_undone(eight: Looks) -> None:
 
 
 def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
-    looks = Looks(pool([5], job(degrees=(2,), alternates=False)))
-    looks.settle()
+    looks = begun([5], job(degrees=(2,), alternates=False))
     looks.change(requests=(Request("op", "move", "w2", Role.TRAINING, "job"),))
     looks.settle()
     assert looks.roles()["w2"] == "training" and degrees(looks) == [2]
@@ -249,8 +237,7 @@ def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
 
 
 def test_a_worker_alone_is_no_engine_of_two() -> None:
-    looks = Looks(pool([4, 1], job(degrees=(2,), alternates=False, helped=False)))
-    looks.settle()
+    looks = begun([4, 1], job(degrees=(2,), alternates=False, helped=False))
     looks.change(requests=(Request("op", "move", "w4", Role.ROLLOUT, "job"),))
     [declined] = [d for d in looks.look() if isinstance(d, Decline)]
     assert "takes 2 workers of one host" in declined.reason or looks.roles()["w4"] == "core"
@@ -264,8 +251,7 @@ def test_any_wish_is_met_where_a_host_has_the_workers(seed: int) -> None:
     """On one host every split of its workers into powers of two can be had."""
     drawn = random.Random(seed)
     size = drawn.randint(2, 12)
-    looks = Looks(pool([size + 1], job(degrees=(1, 2, 4, 8), helped=False)))
-    looks.settle()
+    looks = begun([size + 1], job(degrees=(1, 2, 4, 8), helped=False))
     for _ in range(4):
         wanted: list[int] = []
         room = size

@@ -14,7 +14,7 @@ from common.state.pool.placing.fitting import never_fits
 from common.state.pool.placing.snapshot import Request
 from common.state.pool.workers.settings import PoolSettings
 from services.planner.policies.cores import DEAR, NEVER, fewest_hosts
-from tests.unit.planner.pools import Looks, job, pool
+from tests.unit.planner.pools import Looks, begun, job, pool
 
 WIDE = PoolSettings(gangs="network")
 
@@ -36,8 +36,7 @@ def test_a_core_spans_hosts_only_where_the_pool_says_so() -> None:
 
 
 def test_a_core_that_fits_on_a_host_is_on_one() -> None:
-    looks = Looks(pool([2, 3, 2], job(ranks=3), settings=WIDE))
-    looks.settle()
+    looks = begun([2, 3, 2], job(ranks=3), settings=WIDE)
     assert core_on(looks) == ["host1"] * 3
 
 
@@ -46,8 +45,7 @@ def test_hosts_of_different_networks_do_not_form_a_gang() -> None:
     looks = Looks(pool([2, 2], wanted, networks=["", "ib"], settings=WIDE))
     told = never_fits(wanted.need, looks.snapshot.workers, WIDE)
     assert "no network of this mesh has more than 2 workers" in told
-    looks = Looks(pool([2, 2, 3], wanted, networks=["", "ib", "ib"], settings=WIDE))
-    looks.settle()
+    looks = begun([2, 2, 3], wanted, networks=["", "ib", "ib"], settings=WIDE)
     assert sorted(set(core_on(looks))) == ["host1", "host2"] and len(core_on(looks)) == 4
 
 
@@ -71,8 +69,7 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
 
 
 def test_a_gang_that_may_span_hosts_no_more_ends_when_a_checkpoint_has_it() -> None:
-    looks = Looks(pool([2, 2, 4], job(ranks=4), settings=WIDE))
-    looks.settle()
+    looks = begun([2, 2, 4], job(ranks=4), settings=WIDE)
     assert core_on(looks) == ["host2"] * 4
     looks = Looks(pool([2, 3], job(ranks=3, checkpointed=True), settings=WIDE))
     looks.worker("w2", alive=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.state.pool.placing.decisions import Decision, HostGone
 from common.state.pool.placing.snapshot import LEFT, Host
-from tests.unit.planner.pools import Looks, job, pool
+from tests.unit.planner.pools import Looks, begun, job
 
 GONE_MS = 11_000
 
@@ -34,8 +34,7 @@ def vanish(looks: Looks, name: str, alive: bool = False) -> None:
 
 
 def test_a_host_that_vanishes_is_told_once_with_what_was_on_it_and_again_when_it_is_back() -> None:
-    looks = Looks(pool([2, 2], job(shards=4)))
-    looks.settle()
+    looks = begun([2, 2], job(shards=4))
     there = {g.id for g in looks.snapshot.gangs if {"w2", "w3"} & set(g.workers)}
     services = looks.snapshot.hosts[1].services
     vanish(looks, "host1")
@@ -56,8 +55,7 @@ def test_a_host_that_vanishes_is_told_once_with_what_was_on_it_and_again_when_it
 
 
 def test_a_host_that_has_left_is_no_loss_and_its_services_begin_elsewhere_at_once() -> None:
-    looks = Looks(pool([2, 2], job(shards=4)))
-    looks.settle()
+    looks = begun([2, 2], job(shards=4))
     assert looks.snapshot.hosts[1].services
     vanish(looks, "host1")
     host(looks, "host1", draining=LEFT)
@@ -67,14 +65,12 @@ def test_a_host_that_has_left_is_no_loss_and_its_services_begin_elsewhere_at_onc
 
 
 def test_a_small_host_is_given_fewer_services_than_a_large_one() -> None:
-    looks = Looks(pool([6, 2], job(shards=8)))
-    looks.settle()
+    looks = begun([6, 2], job(shards=8))
     assert [len(one.services) for one in looks.snapshot.hosts] == [6, 2]
 
 
 def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
-    looks = Looks(pool([2, 2], job(shards=0)))
-    looks.settle()
+    looks = begun([2, 2], job(shards=0))
     core = next(g.workers[0] for g in looks.snapshot.gangs for r in g.residents if r.core)
     home = next(w.host for w in looks.snapshot.workers if w.id == core)
     names = tuple(reversed(looks.snapshot.hosts))  # whichever comes first
@@ -86,8 +82,7 @@ def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
 
 
 def test_a_core_without_a_checkpoint_computes_on_where_its_host_drains_and_moves_with_it() -> None:
-    looks = Looks(pool([3, 1], job()))
-    looks.settle()
+    looks = begun([3, 1], job())
     host(looks, "host0", draining="maintenance")
     looks.settle()
     assert looks.roles() == {"w0": "core+rollout"}, "by turns, as nothing else is where it computes"
@@ -97,8 +92,7 @@ def test_a_core_without_a_checkpoint_computes_on_where_its_host_drains_and_moves
 
 
 def test_a_core_that_no_checkpoint_gets_leaves_when_a_move_would_be_undone() -> None:
-    looks = Looks(pool([3, 1], job()))
-    looks.settle()
+    looks = begun([3, 1], job())
     host(looks, "host0", draining="maintenance")
     looks.settle()
     later(looks, 121_000)

@@ -15,12 +15,11 @@ from common.state.pool.placing.fitting import least_workers, never_fits
 from common.state.pool.workers.rows import Doing, Tier
 from common.state.pool.workers.settings import PoolSettings
 from services.planner.admission.sharing import ShareBounds, fill
-from tests.unit.planner.pools import Looks, does, job, pool
+from tests.unit.planner.pools import Looks, begun, does, job, pool
 
 
 def test_a_second_job_takes_its_share_and_gives_it_back() -> None:
-    looks = Looks(pool([6], job("a")))
-    looks.settle()
+    looks = begun([6], job("a"))
     assert looks.workers_of("a") == 6
     core = next(r for _, r in looks.residents("a") if r.core)
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, submitted_ms=1)))
@@ -33,8 +32,7 @@ def test_a_second_job_takes_its_share_and_gives_it_back() -> None:
 
 
 def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> None:
-    looks = Looks(pool([4], job("a")))
-    looks.settle()
+    looks = begun([4], job("a"))
     core = next(r for _, r in looks.residents("a") if r.core)
     urgent = job("b", phase=Phase.QUEUED, priority=5, least=4, submitted_ms=9)
     looks.change(jobs=(*looks.snapshot.jobs, urgent))
@@ -50,8 +48,7 @@ def test_a_higher_priority_pauses_a_lower_one_which_comes_back_bit_by_bit() -> N
 
 
 def test_a_worker_is_not_given_away_before_who_sleeps_there_is_asleep() -> None:
-    looks = Looks(pool([2], job("a")))
-    looks.settle()
+    looks = begun([2], job("a"))
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
     looks.look(ready=False)
     assert looks.roles("a") == {"w0": "core@disk"}
@@ -92,8 +89,7 @@ def sleepers_do(looks: Looks, doing: Doing) -> None:
 
 
 def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() -> None:
-    looks = Looks(pool([2], job("a")))
-    looks.settle()
+    looks = begun([2], job("a"))
     core = next(r for _, r in looks.residents("a") if r.core)
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
     looks.look(ready=False)
@@ -107,8 +103,7 @@ def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() ->
 
 
 def test_where_the_disk_is_full_a_core_sleeps_in_memory() -> None:
-    looks = Looks(pool([2], job("a")))
-    looks.settle()
+    looks = begun([2], job("a"))
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
     looks.look(ready=False)
     sleepers_do(looks, Doing.FAILED)
@@ -118,8 +113,7 @@ def test_where_the_disk_is_full_a_core_sleeps_in_memory() -> None:
 
 
 def test_a_gang_is_dissolved_under_a_sleeper_only_when_a_checkpoint_has_it() -> None:
-    looks = Looks(pool([2], job("a")))
-    looks.settle()
+    looks = begun([2], job("a"))
     large = job("b", phase=Phase.QUEUED, priority=5, ranks=2, least=2)
     looks.change(jobs=(*looks.snapshot.jobs, large))
     looks.settle()
@@ -134,8 +128,7 @@ def test_a_gang_is_dissolved_under_a_sleeper_only_when_a_checkpoint_has_it() -> 
 
 def test_four_jobs_on_six_workers_by_turns() -> None:
     jobs = [job(id, phase=Phase.QUEUED, submitted_ms=at) for at, id in enumerate("abcd")]
-    looks = Looks(pool([6], *jobs))
-    looks.settle()
+    looks = begun([6], *jobs)
     roles = sorted(tuple(looks.roles(id).values()) for id in "abcd")
     assert roles == [("core", "rollout"), ("core", "rollout"), ("core+rollout",), ("core+rollout",)]
 
@@ -144,8 +137,7 @@ def test_an_engine_that_takes_no_turns_has_a_worker_of_its_own() -> None:
     """Two such jobs on three workers: one waits; one of another engine goes before it."""
     jobs = [job(id, phase=Phase.QUEUED, submitted_ms=at) for at, id in enumerate("abc")]
     jobs[:2] = [replace(one, need=replace(one.need, alternates=False)) for one in jobs[:2]]
-    looks = Looks(pool([3], *jobs))
-    looks.settle()
+    looks = begun([3], *jobs)
     assert sorted(looks.roles("a").values()) == ["core", "rollout"]
     assert looks.roles("b") == {} and "it needs 2 workers" in looks.snapshot.jobs[1].held
     assert list(looks.roles("c").values()) == ["core+rollout"]
@@ -297,15 +289,13 @@ def test_jobs_have_the_workers_that_max_min_gives_them(workers: int, weights: li
     jobs = [job(f"j{n}", submitted_ms=n, share=weight) for n, weight in enumerate(weights)]
     if workers < 2 * len(jobs):
         return
-    looks = Looks(pool([workers], *jobs))
-    looks.settle()
+    looks = begun([workers], *jobs)
     wanted = fill({j.id: ShareBounds(2, float("inf"), j.need.share) for j in jobs}, workers)
     assert {j.id: looks.workers_of(j.id) for j in jobs} == wanted
 
 
 def test_a_thousand_jobs_that_fail_at_once_leave_nothing() -> None:
-    looks = Looks(pool([4], job("a")))
-    looks.settle()
+    looks = begun([4], job("a"))
     for number in range(200):
         doomed = job(f"b{number}", phase=Phase.QUEUED, submitted_ms=number + 1)
         looks.change(jobs=(looks.snapshot.jobs[0], doomed))

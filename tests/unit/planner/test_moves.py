@@ -13,7 +13,7 @@ from common.state.pool.placing.decisions import Finish, Place
 from common.state.pool.workers.rows import Doing
 from services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split, stepped
-from tests.unit.planner.pools import LOOK_MS, Looks, does, job, pool
+from tests.unit.planner.pools import LOOK_MS, Looks, begun, does, job
 
 SLOW_TRAINER: dict[str, Any] = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.0005}
 
@@ -32,8 +32,7 @@ def moved(looks: Looks, plant: Plant) -> Place:
 
 def slow(workers: int = 4) -> tuple[Looks, Plant]:
     """A job whose trainer is slow, settled where the default has put it."""
-    looks = Looks(pool([workers], job(steps_done=0)))
-    looks.settle()
+    looks = begun([workers], job(steps_done=0))
     return looks, Plant(**SLOW_TRAINER)
 
 
@@ -101,8 +100,7 @@ def test_a_move_whose_worker_is_lost_ends() -> None:
 
 
 def test_two_jobs_move_at_once() -> None:
-    looks = Looks(pool([8], job("a", steps_done=0), job("b", submitted_ms=1, steps_done=0)))
-    looks.settle()
+    looks = begun([8], job("a", steps_done=0), job("b", submitted_ms=1, steps_done=0))
     plants = {"a": Plant(**SLOW_TRAINER), "b": Plant(**SLOW_TRAINER)}
     at_once = 0
     for _ in range(12):
@@ -114,8 +112,7 @@ def test_two_jobs_move_at_once() -> None:
 
 
 def test_a_job_that_has_not_warmed_up_is_left_alone() -> None:
-    looks = Looks(pool([4], job(config=PlannerConfig(warmup_steps=100), steps_done=0)))
-    looks.settle()
+    looks = begun([4], job(config=PlannerConfig(warmup_steps=100), steps_done=0))
     run(looks, Plant(**SLOW_TRAINER), 20)
     assert split(looks) == (3, 1)
 
@@ -132,8 +129,7 @@ def test_what_is_remembered_survives_its_record() -> None:
 
 
 def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
-    looks = Looks(pool([4], job(config=PlannerConfig(training=2))))
-    looks.settle()
+    looks = begun([4], job(config=PlannerConfig(training=2)))
     assert "training" in looks.roles().values()
     need = looks.snapshot.jobs[0].need
     looks.job("job", need=replace(need, helped=False))

@@ -12,7 +12,7 @@ from common.state.pool.placing.decisions import FailJob, Lose, Place
 from common.state.pool.workers.rows import Budget, Role
 from common.state.pool.workers.settings import PoolSettings
 from meshrl.launch.up_down import pool_without_file
-from tests.unit.planner.pools import NOW_MS, QUIET, Looks, job, pool
+from tests.unit.planner.pools import NOW_MS, QUIET, Looks, begun, job, pool
 
 LOST_MS = round(1000 * PoolSettings().lost_s) + 1
 SHORT_MS = round(1000 * PoolSettings().short_s) + 1
@@ -37,14 +37,12 @@ DAY_MS = 86_400_000
 def test_a_job_is_placed_on_idle_workers(
     workers: int, about: dict[str, Any], roles: list[str]
 ) -> None:
-    looks = Looks(pool([workers], job(**about)))
-    looks.settle()
+    looks = begun([workers], job(**about))
     assert list(looks.roles().values()) == roles
 
 
 def test_a_worker_that_joins_rolls_out() -> None:
-    looks = Looks(pool([2], job()))
-    looks.settle()
+    looks = begun([2], job())
     looks.change(workers=pool([3]).workers[:2] + pool([3]).workers[2:])
     decisions = looks.settle()
     assert list(looks.roles().values()) == ["core", "rollout", "rollout"]
@@ -58,8 +56,7 @@ def lose(looks: Looks, worker: str) -> None:
 
 
 def test_a_worker_that_is_missing_for_a_moment_changes_nothing() -> None:
-    looks = Looks(pool([3], job()))
-    looks.settle()
+    looks = begun([3], job())
     looks.worker("w0", alive=False)
     assert looks.settle() == []
     looks.worker("w0", alive=True, token=77)
@@ -68,8 +65,7 @@ def test_a_worker_that_is_missing_for_a_moment_changes_nothing() -> None:
 
 
 def test_a_lost_core_is_repaired_by_a_helper_which_has_the_model() -> None:
-    looks = Looks(pool([4], job(config=PlannerConfig(training=2))))
-    looks.settle()
+    looks = begun([4], job(config=PlannerConfig(training=2)))
     lose(looks, "w0")
     decisions = looks.settle()
     assert isinstance(decisions[0], Lose) and decisions[0].worker == "w0"
@@ -78,8 +74,7 @@ def test_a_lost_core_is_repaired_by_a_helper_which_has_the_model() -> None:
 
 
 def test_a_lost_worker_that_comes_back_is_used_again() -> None:
-    looks = Looks(pool([3], job()))
-    looks.settle()
+    looks = begun([3], job())
     lose(looks, "w0")
     looks.settle()
     looks.worker("w0", alive=True, token=78)
@@ -88,8 +83,7 @@ def test_a_lost_worker_that_comes_back_is_used_again() -> None:
 
 
 def test_a_worker_is_told_lost_once() -> None:
-    looks = Looks(pool([3], job()))
-    looks.settle()
+    looks = begun([3], job())
     lose(looks, "w2")
     assert sum(isinstance(d, Lose) for d in looks.settle()) == 1
     looks.change(now_ms=looks.snapshot.now_ms + 10 * LOST_MS)
@@ -97,8 +91,7 @@ def test_a_worker_is_told_lost_once() -> None:
 
 
 def test_the_last_two_workers_less_one_take_turns_and_end_them_when_it_is_back() -> None:
-    looks = Looks(pool([2], job()))
-    looks.settle()
+    looks = begun([2], job())
     lose(looks, "w0")
     looks.settle()
     assert looks.roles() == {"w1": "core+rollout"}
@@ -111,8 +104,7 @@ def test_the_last_two_workers_less_one_take_turns_and_end_them_when_it_is_back()
 
 
 def test_without_turns_a_job_goes_on_with_what_is_left() -> None:
-    looks = Looks(pool([2], job(), settings=QUIET))
-    looks.settle()
+    looks = begun([2], job(), settings=QUIET)
     lose(looks, "w1")
     looks.settle()
     assert looks.roles() == {"w0": "core"}
@@ -120,8 +112,7 @@ def test_without_turns_a_job_goes_on_with_what_is_left() -> None:
 
 
 def test_a_rank_lost_takes_its_core_with_it_which_forms_anew() -> None:
-    looks = Looks(pool([5], job(ranks=2)))
-    looks.settle()
+    looks = begun([5], job(ranks=2))
     lose(looks, "w1")
     looks.settle()
     cores = [w for w, role in looks.roles().items() if role == "core"]
@@ -130,14 +121,12 @@ def test_a_rank_lost_takes_its_core_with_it_which_forms_anew() -> None:
 
 
 def test_ranks_are_of_one_host() -> None:
-    looks = Looks(pool([1, 3], job(ranks=3)))
-    looks.settle()
+    looks = begun([1, 3], job(ranks=3))
     assert [w for w, role in looks.roles().items() if role == "core"] == ["w1", "w2", "w3"]
 
 
 def test_a_mesh_that_is_new_is_waited_for_and_then_a_job_takes_turns() -> None:
-    looks = Looks(pool([1], job(phase=Phase.QUEUED), up_ms=NOW_MS))
-    looks.settle()
+    looks = begun([1], job(phase=Phase.QUEUED), up_ms=NOW_MS)
     assert looks.snapshot.jobs[0].held == "", "nobody waits while workers may still join"
     looks.change(now_ms=NOW_MS + 6000)
     looks.settle()
@@ -146,8 +135,7 @@ def test_a_mesh_that_is_new_is_waited_for_and_then_a_job_takes_turns() -> None:
 
 
 def test_a_job_that_can_never_fit_is_waited_with_and_fails_with_the_way_out() -> None:
-    looks = Looks(pool([1], job(ranks=2, phase=Phase.QUEUED)))
-    looks.settle()
+    looks = begun([1], job(ranks=2, phase=Phase.QUEUED))
     assert looks.snapshot.jobs
     looks.change(now_ms=looks.snapshot.now_ms + SHORT_MS)
     failed = next(d for d in looks.look() if isinstance(d, FailJob))
@@ -156,8 +144,7 @@ def test_a_job_that_can_never_fit_is_waited_with_and_fails_with_the_way_out() ->
 
 def test_a_job_waits_for_hosts_where_the_head_has_no_workers() -> None:
     settings = pool_without_file(0)
-    looks = Looks(pool([1], job(ranks=2, phase=Phase.QUEUED), settings=settings))
-    looks.settle()
+    looks = begun([1], job(ranks=2, phase=Phase.QUEUED), settings=settings)
     looks.change(now_ms=looks.snapshot.now_ms + DAY_MS)
     assert looks.snapshot.jobs and not [d for d in looks.look() if isinstance(d, FailJob)]
     assert pool_without_file(1) == PoolSettings()
@@ -175,8 +162,7 @@ def test_a_job_that_is_too_large_for_every_accelerator_fails_with_the_bytes() ->
 
 
 def test_a_job_that_has_ended_leaves_nothing() -> None:
-    looks = Looks(pool([4], job(ranks=2)))
-    looks.settle()
+    looks = begun([4], job(ranks=2))
     looks.change(jobs=())
     looks.settle()
     assert looks.snapshot.gangs == ()
@@ -185,8 +171,7 @@ def test_a_job_that_has_ended_leaves_nothing() -> None:
 
 
 def test_a_host_that_drains_is_left_by_a_core_when_a_checkpoint_has_it() -> None:
-    looks = Looks(pool([2, 2], job()))
-    looks.settle()
+    looks = begun([2, 2], job())
     assert looks.roles()["w0"] == "core"
     looks.drain("host0")
     looks.settle()

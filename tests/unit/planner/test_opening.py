@@ -19,7 +19,7 @@ from services.planner.costs.correction import Correction
 from services.planner.costs.foretold import TrainingQuery, believed, training
 from services.planner.explain import predictions
 from tests.unit.planner.plant import TRAJECTORIES, Plant, run, split
-from tests.unit.planner.pools import Looks, job, pool
+from tests.unit.planner.pools import Looks, begun, job, pool
 
 SLOW = Plant(work_s=8.0, base_s=0.005, sequence_s=0.0005)  # rollout takes 1 s beside it
 TOKENS = TRAJECTORIES * (SLOW.tokens + 10)  # of a step, prompts among them
@@ -27,8 +27,7 @@ SHAPE = ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)
 
 
 def mesh(**about: Any) -> Looks:
-    looks = Looks(pool([4], job(steps_done=0, **about)))
-    looks.settle()
+    looks = begun([4], job(steps_done=0, **about))
     return looks
 
 

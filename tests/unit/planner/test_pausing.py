@@ -9,13 +9,12 @@ from common.state.jobs import Phase
 from common.state.pool.placing.decisions import Remove
 from common.state.pool.placing.snapshot import Request
 from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier
-from tests.unit.planner.pools import Looks, does, job, pool, settled
+from tests.unit.planner.pools import Looks, begun, does, job, pool, settled
 
 
 def paused(*hosts: int, **about: Any) -> Looks:
     """A job whose core was told a moment ago to sleep, for one that needs all there is."""
-    looks = Looks(pool(hosts, job("a", **about)))
-    looks.settle()
+    looks = begun(hosts, job("a", **about))
     urgent = job(
         "b", phase=Phase.QUEUED, priority=5, least=sum(hosts), submitted_ms=9, checkpointed=True
     )

@@ -19,15 +19,14 @@ from services.planner.forecast.accounts import Account
 from services.planner.forecast.degrees import noted
 from services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split
-from tests.unit.planner.pools import Looks, job, pool
+from tests.unit.planner.pools import Looks, begun, job
 
 SLOW_TRAINER = Plant(work_s=4.0, base_s=0.005, sequence_s=0.0005)
 
 
 def mesh(workers: int = 4, **config: object) -> Looks:
     about: dict[str, Any] = {"steps_done": 0, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
-    looks = Looks(pool([workers], job(**about)))
-    looks.settle()
+    looks = begun([workers], job(**about))
     return looks
 
 

@@ -9,7 +9,7 @@ import pytest
 from common.state.pool.placing.decisions import Decline
 from common.state.pool.placing.snapshot import Request
 from tests.unit.planner.plant import Plant, run
-from tests.unit.planner.pools import Looks, job, pool
+from tests.unit.planner.pools import Looks, begun, job
 
 
 def ask(looks: Looks, **about: Any) -> list[str]:
@@ -19,8 +19,7 @@ def ask(looks: Looks, **about: Any) -> list[str]:
 
 
 def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
-    looks = Looks(pool([4], job()))
-    looks.settle()
+    looks = begun([4], job())
     assert ask(looks, worker="w1", role="training") == []
     assert looks.roles()["w1"] == "training"
     resident = dict(looks.residents())["w1"]
@@ -30,8 +29,7 @@ def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
 
 
 def test_a_worker_is_put_aside_and_taken_back() -> None:
-    looks = Looks(pool([3], job()))
-    looks.settle()
+    looks = begun([3], job())
     ask(looks, worker="w2", role="idle")
     assert looks.roles() == {"w0": "core", "w1": "rollout"}
     ask(looks, worker="w2", role="rollout")
@@ -50,8 +48,7 @@ def test_a_worker_is_put_aside_and_taken_back() -> None:
     ],
 )
 def test_a_request_that_cannot_be_granted_is_declined(about: dict[str, str], reason: str) -> None:
-    looks = Looks(pool([4], job(scoring=True)))
-    looks.settle()
+    looks = begun([4], job(scoring=True))
     roles = looks.roles()
     refusals = ask(looks, **about)
     assert len(refusals) == 1 and reason in refusals[0]
@@ -59,8 +56,7 @@ def test_a_request_that_cannot_be_granted_is_declined(about: dict[str, str], rea
 
 
 def test_a_worker_is_moved_from_one_job_to_another() -> None:
-    looks = Looks(pool([6], job("a"), job("b", submitted_ms=1)))
-    looks.settle()
+    looks = begun([6], job("a"), job("b", submitted_ms=1))
     worker = next(w for w, role in looks.roles("b").items() if role == "rollout")
     ask(looks, worker=worker, role="rollout", job="a")
     assert looks.roles("a")[worker] == "rollout"
@@ -68,8 +64,7 @@ def test_a_worker_is_moved_from_one_job_to_another() -> None:
 
 
 def test_a_drain_is_settled_when_nobody_is_left() -> None:
-    looks = Looks(pool([2, 2], job(checkpointed=True)))
-    looks.settle()
+    looks = begun([2, 2], job(checkpointed=True))
     looks.drain("host0")
     looks.change(rests=frozenset(n for host in looks.snapshot.hosts for n in host.services))
     assert ask(looks, kind="drain", host="host0") == [""]

@@ -16,7 +16,7 @@ from services.planner.explain import predictions
 from services.planner.forecast import degrees
 from services.planner.memory import PlannerMemory
 from services.planner.pool.draft import Draft
-from tests.unit.planner.pools import Looks, job, pool
+from tests.unit.planner.pools import Looks, begun, job
 from tests.unit.planner.tall import SHORT, SLOTS, Tall, degrees_of, helpers_of, run
 
 ONES = [1] * 7
@@ -26,8 +26,7 @@ JOB = job(model="m")
 
 def mesh(workers: int = 8, allowed: tuple[int, ...] = (1, 2, 4), **config: object) -> Looks:
     about: dict[str, Any] = {"steps_done": 0, "slots": SLOTS, "config": PlannerConfig(**config)}  # type: ignore[arg-type]
-    looks = Looks(pool([workers], job(degrees=allowed, model="m", max_staleness=0, **about)))
-    looks.settle()
+    looks = begun([workers], job(degrees=allowed, model="m", max_staleness=0, **about))
     return looks
 
 
@@ -150,8 +149,7 @@ def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -
 
 
 def test_each_rank_of_a_core_counts_as_one_that_trains() -> None:
-    looks = Looks(pool([8], job(degrees=(1, 2), ranks=3, model="m")))
-    looks.settle()
+    looks = begun([8], job(degrees=(1, 2), ranks=3, model="m"))
     (one,) = looks.snapshot.jobs
     draft = Draft(looks.snapshot, looks.snapshot.workers)
     split = split_of(one, draft.team(one.id))

@@ -16,12 +16,11 @@ from common.state.pool.placing.decisions import Decision, Decline, HostGone
 from common.state.pool.placing.snapshot import LEFT, Host, Request
 from common.state.pool.placing.taking import ALL, nowhere, refusal
 from common.state.pool.workers.names import TAKEN, service
-from tests.unit.planner.pools import Looks, job, pool
+from tests.unit.planner.pools import Looks, begun, job, pool
 
 
 def test_services_follow_jobs() -> None:
-    looks = Looks(pool([2, 2], job("a", shards=2, sandboxes=1), job("b", submitted_ms=1, shards=2)))
-    looks.settle()
+    looks = begun([2, 2], job("a", shards=2, sandboxes=1), job("b", submitted_ms=1, shards=2))
     assert sorted(n for host in looks.snapshot.hosts for n in host.services) == [
         "rollout/a/0",
         "rollout/a/1",
@@ -37,8 +36,7 @@ def test_services_follow_jobs() -> None:
 
 
 def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None:
-    looks = Looks(pool([2], job("a")))
-    looks.settle()
+    looks = begun([2], job("a"))
     urgent = job("b", phase=Phase.QUEUED, priority=5, least=2, submitted_ms=1)
     small = job("c", phase=Phase.QUEUED, submitted_ms=2)
     looks.change(jobs=(*looks.snapshot.jobs, urgent, small))
@@ -49,8 +47,7 @@ def test_a_job_that_waits_has_no_shards_and_a_paused_one_keeps_its_own() -> None
 
 
 def test_shards_of_a_host_that_is_gone_begin_elsewhere() -> None:
-    looks = Looks(pool([2, 2], job(shards=2)))
-    looks.settle()
+    looks = begun([2, 2], job(shards=2))
     hosts = looks.snapshot.hosts
     looks.change(hosts=(replace(hosts[0], alive=False), hosts[1]))
     assert looks.settle() == [], "its agent may only be starting again"
@@ -61,8 +58,7 @@ def test_shards_of_a_host_that_is_gone_begin_elsewhere() -> None:
 
 
 def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_under_way() -> None:
-    looks = Looks(pool([2, 2], job(shards=2, sandboxes=2, checkpointed=True)))
-    looks.settle()
+    looks = begun([2, 2], job(shards=2, sandboxes=2, checkpointed=True))
     there = looks.snapshot.hosts[0].services
     assert len([*there]) == 2
     looks.drain("host0")
@@ -80,8 +76,7 @@ def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_un
 
 
 def test_a_host_that_drains_waits_no_longer_than_a_move_may_take() -> None:
-    looks = Looks(pool([2, 2], job(shards=4)))
-    looks.settle()
+    looks = begun([2, 2], job(shards=4))
     looks.drain("host1")
     looks.settle()
     assert looks.snapshot.hosts[1].services
@@ -91,8 +86,7 @@ def test_a_host_that_drains_waits_no_longer_than_a_move_may_take() -> None:
 
 
 def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
-    looks = Looks(pool([2], job(shards=2)))
-    looks.settle()
+    looks = begun([2], job(shards=2))
     there = looks.snapshot.hosts[0].services
     looks.change(rests=frozenset(there))
     assert looks.settle() == [], "its host does not drain"
@@ -108,8 +102,7 @@ def test_whatever_hosts_drain_each_service_is_on_one_host_and_none_leaves_its_wo
     seed: int,
 ) -> None:
     drawn = random.Random(seed)
-    looks = Looks(pool([2, 2, 2], job(shards=3, sandboxes=2, checkpointed=True)))
-    looks.settle()
+    looks = begun([2, 2, 2], job(shards=3, sandboxes=2, checkpointed=True))
     for _ in range(30):
         names = [name for host in looks.snapshot.hosts for name in host.services]
         rests = frozenset(name for name in names if drawn.random() < 0.3)
@@ -137,8 +130,7 @@ def settled_drains(decisions: list[Decision]) -> list[str]:
 
 
 def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> None:
-    looks = Looks(pool([2], job(shards=2)))
-    looks.settle()
+    looks = begun([2], job(shards=2))
     host = looks.snapshot.hosts[0]
     looks.change(hosts=(replace(host, alive=False),))
     looks.look()
