@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from common.api.worker.stats import published
 from common.mesh.residents.orphan import ORPHAN_S
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state.pool.placing.taking import ALL, taken
@@ -37,7 +38,8 @@ async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
     bulk = host_chunks.serve_cache(mesh)
 
     def stats() -> dict[str, Any]:
-        return agent.stats() | ({} if bulk is None else {"bulk_sent": bulk.sent})
+        found = replace(agent.stats(), bulk_sent=None if bulk is None else bulk.sent)
+        return published(found) | agent.gpus.stats()
 
     try:
         await mesh.join(agent, stats=stats, bulk_address="" if bulk is None else bulk.address)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from common.api import node as api
 from common.api.calls.hint import Look
 from common.api.node import ListLogs, LogPart, Node, ReadLog
+from common.api.worker.stats import NodeStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Stoppable
@@ -89,17 +90,22 @@ class NodeAgent(Actor, Hooks):
         self._tasks: set[asyncio.Task[None]] = set()
         self._bounding: Stoppable | None = None
 
-    def stats(self) -> dict[str, Any]:
-        return {
-            "workers": len(self._supervisor.children),
-            "takes": self._takes,
-            "adopted": len(self._adopted),
-            **self.services.stats(),
-            **self._distance.stats,
-            **self._load.stats,
-            **self._isolation.stats,
-            **self.gpus.stats(),
-        }
+    def stats(self) -> NodeStats:
+        load, distance = self._load.stats, self._distance.stats
+        return NodeStats(
+            memory_left_bytes=load.memory_left_bytes,
+            disk_left_bytes=load.disk_left_bytes,
+            cores=load.cores,
+            busy_cores=load.busy_cores,
+            trip_ms=distance.trip_ms,
+            ahead_ms=distance.ahead_ms,
+            workers=len(self._supervisor.children),
+            adopted=len(self._adopted),
+            services=len(self.services.children),
+            adopted_services=self.services.adopted,
+            takes=self._takes,
+            tiers=self._isolation.tiers,
+        )
 
     @cast(Node.look)
     def look(self, m: Look) -> None:

@@ -4,6 +4,7 @@ of Redis' host.
 
 from __future__ import annotations
 
+from common.api.worker.stats import DistanceStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.runtime.mesh import Mesh
 from common.state.redis.client import server_ms
@@ -14,11 +15,11 @@ SAMPLES = 3  # the shortest trip of so many tells most
 
 
 class Distance:
-    """`stats` has the last look's; nothing before the first."""
+    """Statistics of the last look; none before the first."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self.stats: dict[str, float] = {}
+        self.stats = DistanceStats()
 
     async def run(self) -> None:
         """Looks for ever."""
@@ -27,10 +28,10 @@ class Distance:
                 async with self._mesh.clock.timeout(ANSWER_S, "a look at the distance"):
                     looks = [await self._look() for _ in range(SAMPLES)]
             except (StateUnavailable, DeadlineExceeded):
-                self.stats = {}
+                self.stats = DistanceStats()
             else:
                 trip_ms, ahead_ms = min(looks)
-                self.stats = {"trip_ms": round(trip_ms, 2), "ahead_ms": round(ahead_ms, 1)}
+                self.stats = DistanceStats(round(trip_ms, 2), round(ahead_ms, 1))
             await self._mesh.clock.sleep(LOOK_S)
 
     async def _look(self) -> tuple[float, float]:

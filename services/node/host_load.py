@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
+from common.api.worker.stats import HostLoadStats
 from common.mesh.runtime.mesh import Mesh
 
 LOOK_S = 1.0
@@ -12,13 +14,13 @@ WINDOW_S = 5.0  # that `busy_cores` is the mean of
 
 
 class HostLoad:
-    """`stats` has the last look's; nothing of the processors before the second."""
+    """Statistics of the last look; none of the processors before the second."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         """`directory` is on the disk whose room is told."""
         self._mesh, self._directory = mesh, directory
         self._looks: deque[tuple[float, float]] = deque()  # when, and busy seconds until then
-        self.stats: dict[str, float] = {}
+        self.stats = HostLoadStats()
 
     async def run(self) -> None:
         """Looks for ever."""
@@ -34,7 +36,7 @@ class HostLoad:
             self._looks.popleft()
         since, before_s = self._looks[0]
         room = self._mesh.host.room(self._directory)
-        self.stats = {"memory_left_bytes": room.memory, "disk_left_bytes": room.disk}
+        self.stats = HostLoadStats(room.memory, room.disk)
         if number and now > since:
             busy = (busy_s - before_s) / (now - since)
-            self.stats |= {"cores": number, "busy_cores": round(min(busy, number), 2)}
+            self.stats = replace(self.stats, cores=number, busy_cores=round(min(busy, number), 2))

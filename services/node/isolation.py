@@ -5,7 +5,6 @@ of several hosts each says its own.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from common.base.errors import DeadlineExceeded
 from common.job.isolation import containment
@@ -22,12 +21,12 @@ BEST = "bwrap"  # of a host's own: that it has no control groups is no matter of
 
 
 class OwnIsolation:
-    """`stats` has what is known; nothing where nobody asks."""
+    """Tiers of isolation as far as they are known; None where nobody asks."""
 
     def __init__(self, mesh: Mesh, takes: Collection[str]) -> None:
         self._mesh = mesh
         asked = mesh.settings.joinable and TAKEN["sandbox"] in takes
-        self.stats: dict[str, Any] = {"tiers": [TRYING]} if asked else {}
+        self.tiers: list[str] | None = [TRYING] if asked else None
 
     async def run(self) -> None:
         """Finds out, and again while there may be more. What was found once stays: no probe that
@@ -35,13 +34,13 @@ class OwnIsolation:
         """
         had: tuple[str, ...] = ()
         tries = 0
-        while self.stats:
+        while self.tiers is not None:
             found = await self._found()
             had, tries = _best({*had, *found.tiers}), tries + 1
             trying = not found.known or (not found.sure and tries < TRIES)
             told = [*had, TRYING] if trying else list(had)
-            if told != self.stats["tiers"]:
-                self.stats = {"tiers": told}
+            if told != self.tiers:
+                self.tiers = told
                 self._mesh.telemetry.log.info("isolation", tiers=told)
             if found.sure and contains(had, BEST):
                 return

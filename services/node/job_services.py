@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.ends.failure import Failure
@@ -74,9 +73,6 @@ class JobServices(Hooks):
     def children(self) -> list[Child]:
         """Those that run now."""
         return list(self._supervisor.children.values())
-
-    def stats(self) -> dict[str, Any]:
-        return {"services": len(self._supervisor.children), "adopted_services": self.adopted}
 
     def look(self) -> None:
         """The record has changed."""

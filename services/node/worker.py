@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from common.api.calls.hint import Look
 from common.api.node import Worker
+from common.api.worker.stats import WorkerStats, published
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.residents.orphan import ORPHAN_S, until_orphaned
 from common.mesh.runtime.calls.actor import cast
@@ -57,17 +57,20 @@ class GangWorker(KeepsTurns, KeepsSegments):
         self.turns = TurnKeeper(mesh, row.id, self.residents.kill)
         self.segments = around.segments
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> WorkerStats:
         workers = self.gang.workers if self.gang is not None else ()
-        return {
-            "worker": self._row.id,
-            "accelerator": self._row.accelerator,
-            "gang": self.gang.id if self.gang is not None else "",
-            "held_bytes": self._budgets.stats(),
-            "rank": workers.index(self._row.id) if self._row.id in workers else 0,
-            "residents": self.residents.stats(),
-            **self.turns.stats(),
-        }
+        turns = self.turns.stats()
+        return WorkerStats(
+            turns.turns,
+            turns.turns_killed,
+            turns.turn_of,
+            worker=self._row.id,
+            accelerator=self._row.accelerator,
+            gang=self.gang.id if self.gang is not None else "",
+            rank=workers.index(self._row.id) if self._row.id in workers else 0,
+            held_bytes=self._budgets.stats(),
+            residents=self.residents.stats(),
+        )
 
     @cast(Worker.look)
     def look(self, m: Look) -> None:
@@ -176,7 +179,7 @@ async def _serve(mesh: Mesh, a: argparse.Namespace, root: Path, segments: Segmen
     worker = GangWorker(mesh, row, around)
     try:
         async with worker.residents:
-            await mesh.join(worker, stats=worker.stats)
+            await mesh.join(worker, stats=lambda: published(worker.stats()))
             await worker.join()
             mesh.ready = True
             why = await first_of(

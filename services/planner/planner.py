@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
 from common.api.calls.hint import Look
 from common.api.node import Node, Worker
+from common.api.worker.stats import PlannerStats
 from common.base.errors import DeadlineExceeded, Fenced, MeshError
 from common.mesh.process.host import Stoppable
 from common.mesh.runtime.calls.actor import Actor
@@ -45,17 +44,6 @@ HINTS_S = 1.0  # for all hints of a look: who gets none reads its record within 
 TIDY_S = 5.0  # between looks at what is kept no longer
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
-    """What the last look took, in milliseconds, and how much it found."""
-
-    look_ms: float = 0.0
-    decide_ms: float = 0.0
-    write_ms: float = 0.0
-    workers: int = 0
-    jobs: int = 0
-
-
 class Planner(Actor):
     """One of several; the others stand by and take over when the leader's lease expires."""
 
@@ -64,22 +52,12 @@ class Planner(Actor):
         self.token = 0  # fencing token of the leadership; 0: standing by
         self._anew = False  # nobody has looked for a while: who is missing now may only be late
         self._stale = False
-        self._took = Took()
+        self._took = PlannerStats(True, 0.0, 0.0, 0.0, 0, 0)  # of the last look
         self._tidied_s = mesh.clock.monotonic()
         self._keeper: Stoppable | None = None
 
-    def stats(self) -> dict[str, Any]:
-        if not self.token:
-            return {"leader": False}
-        took = self._took
-        return {
-            "leader": True,
-            "look_ms": round(took.look_ms, 2),
-            "decide_ms": round(took.decide_ms, 2),
-            "write_ms": round(took.write_ms, 2),
-            "workers": took.workers,
-            "jobs": took.jobs,
-        }
+    def stats(self) -> PlannerStats:
+        return self._took if self.token else PlannerStats()
 
     # -- leadership ------------------------------------------------------------------------------
 
@@ -148,10 +126,11 @@ class Planner(Actor):
             seen.written,
         )
         self._anew = False
-        self._took = Took(
-            1000 * (looked - began),
-            1000 * (decided - looked),
-            1000 * (clock.monotonic() - decided),
+        self._took = PlannerStats(
+            True,
+            round(1000 * (looked - began), 2),
+            round(1000 * (decided - looked), 2),
+            round(1000 * (clock.monotonic() - decided), 2),
             len(seen.snapshot.workers),
             len(seen.snapshot.jobs),
         )

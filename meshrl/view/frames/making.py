@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.api.worker.stats import NodeStats, stats_of
 from common.state.jobs import JobRow
 from common.state.pool.placing.snapshot import Move
 from common.state.pool.store.explained import Judged
@@ -119,10 +120,12 @@ def _resident(
 
 def hosts(entries: Sequence[Entry]) -> list[HostFrame]:
     """The hosts whose agents tell of their processors, by name."""
-    told = [e for e in entries if e.alive and e.kind == "node" and e.stats.get("cores")]
+    nodes = [e for e in entries if e.alive and e.kind == "node"]
+    told = [(e.host, stats_of(NodeStats, e.stats)) for e in sorted(nodes, key=lambda e: e.host)]
     return [
-        HostFrame(e.host, float(e.stats["cores"]), float(e.stats.get("busy_cores", 0.0)))
-        for e in sorted(told, key=lambda e: e.host)
+        HostFrame(host, float(stats.cores), float(stats.busy_cores or 0.0))
+        for host, stats in told
+        if stats.cores
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from common.api.worker.stats import NodeStats, stats_of
 from common.base.host.settings import MeshSettings
 from common.mesh.transport.address import endpoint_of
 from common.state.pool.placing.snapshot import LEFT
@@ -90,8 +91,8 @@ def _row(
     services: list[str],
     draining: str,
 ) -> HostRow:
-    said = entry.stats if entry is not None else {}
-    stats = said if entry is not None and entry.alive else {}
+    said = stats_of(NodeStats, entry.stats if entry is not None else {})
+    stats = said if entry is not None and entry.alive else NodeStats()
     address = about.address if about is not None else ""
     if entry is not None and entry.alive:
         address = endpoint_of(entry.address).removeprefix("tcp://").rpartition(":")[0]
@@ -106,14 +107,14 @@ def _row(
         residents=residents,
         processes=processes,
         services=services,
-        takes=list(said.get("takes", ALL)),
-        tiers=said.get("tiers"),
+        takes=list(ALL if said.takes is None else said.takes),
+        tiers=None if said.tiers is None else list(said.tiers),
         planner=about.planner if about is not None else "",
         draining=draining,
-        trip_ms=stats.get("trip_ms"),
-        ahead_ms=stats.get("ahead_ms"),
-        cores=stats.get("cores"),
-        busy_cores=stats.get("busy_cores"),
+        trip_ms=stats.trip_ms,
+        ahead_ms=stats.ahead_ms,
+        cores=stats.cores,
+        busy_cores=stats.busy_cores,
     )
 
 

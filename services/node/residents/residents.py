@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from common.api.worker.segments import DropSegment
+from common.api.worker.stats import ResidentStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.base.host.settings import kept_file
 from common.mesh.process.handle import Child
@@ -298,18 +298,18 @@ class Residents:
         """Of every name that has, or should have, a process here."""
         return list(self._tenancies.values())
 
-    def stats(self) -> list[dict[str, Any]]:
+    def stats(self) -> list[ResidentStats]:
         """Of each resident that has a process."""
         return [
-            {
-                "resident": process.process[0],
-                "job": process.wish.resident.job,
-                "role": process.wish.resident.role,
-                "state": process.doing,
-                "tier": process.tier,
-                "pid": process.pid,
-                "restarts": process.restarts,
-            }
+            ResidentStats(
+                process.process[0],
+                process.wish.resident.job,
+                process.wish.resident.role,
+                process.doing,
+                process.tier,
+                process.pid,
+                process.restarts,
+            )
             for process in self._processes()
         ]
 

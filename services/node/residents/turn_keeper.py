@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from common.api.node import Worker
+from common.api.worker.stats import TurnStats
 from common.api.worker.turns import EndResident, GiveBack, GivenBack, ResidentEnded, TakeTurn, Turn
 from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
 from common.mesh.runtime.calls.actor import Actor, call
@@ -42,13 +42,10 @@ class TurnKeeper:
         self._ending: set[asyncio.Task[None]] = set()
         self.granted = self.killed = 0
 
-    def stats(self) -> dict[str, Any]:
-        """Who has a turn now, since when it may be told, and what there was so far."""
-        return {
-            "turns": self.granted,
-            "turns_killed": self.killed,
-            "turn_of": [held.asked.resident for held in self._order.held],
-        }
+    def stats(self) -> TurnStats:
+        """Return the residents that have a turn now, and counts of turns so far."""
+        held = [held.asked.resident for held in self._order.held]
+        return TurnStats(self.granted, self.killed, held)
 
     def follow(self, gang: Gang | None) -> None:
         """The gang's record as it stands now; None, or one that another worker is the first of:

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.api.calls.hint import Look
 from common.api.calls.interface import Cast, Interface
+from common.api.worker.stats import published
 from common.base.errors import DeadlineExceeded
 from common.job.config import JobConfig
 from common.mesh.runtime.calls.actor import Actor, cast
@@ -102,7 +103,7 @@ class Pool:
     async def planner(self, n: int = 0) -> tuple[Bare, Planner]:
         process = self.world.process(f"planner/{n}", "planner")
         planner = Planner(process.mesh)
-        await process.join(planner, planner.stats)
+        await process.join(planner, lambda: published(planner.stats()))
         process.run(planner.serve())
         return process, planner
 
@@ -132,7 +133,7 @@ def test_a_job_gets_its_workers_and_each_reads_its_gang_when_it_is_told(tmp_path
         assert all(gang.settled for gang in await pool.gangs(mesh.state))
         assert f"rollout/{JOB}/0" in await pool.services_of(mesh.state, "here")
         assert all(actor.hints for actor in mesh.workers.values())
-        assert planner.stats()["leader"] and planner.stats()["workers"] == 3
+        assert planner.stats().leader and planner.stats().workers == 3
         before = await mesh.kinds()
         await mesh.clock.sleep(60.0)
         assert await mesh.kinds() == before  # a mesh that has settled decides nothing
@@ -152,11 +153,11 @@ def test_whoever_leads_next_goes_on_with_what_was_remembered(tmp_path: Path) -> 
         assert len(await mesh.roles()) == 2
         first.stop()
         await mesh.clock.sleep(2 * LEASE_MS / 1000 + 30.0)
-        assert following.stats()["leader"]
+        assert following.stats().leader
         assert len(await mesh.roles()) == 2  # w2 is still put aside, as a person asked
         first.process.resume()
         await mesh.clock.sleep(10.0)
-        assert first.process.ended and following.stats()["leader"]
+        assert first.process.ended and following.stats().leader
         assert (await mesh.kinds()).count("leader") == 2
 
     tell(story, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.api.worker.stats import HostLoadStats
 from common.base.random import Random
 from common.mesh.process.cores import Cores
 from common.mesh.process.ends.limits import Room
@@ -20,7 +21,7 @@ def test_busy_cores_are_the_mean_of_the_last_seconds_and_memory_is_what_is_left(
     host.left = Room(memory=7, disk=9)
     host.processors = Cores(4, 1000.0)
     load.look()
-    assert load.stats == {"memory_left_bytes": 7, "disk_left_bytes": 9}
+    assert load.stats == HostLoadStats(7, 9)
     busy_s = 1000.0
     for second in range(1, 21):
         busy_s += 3.0 if second <= 10 else 0.5
@@ -28,10 +29,10 @@ def test_busy_cores_are_the_mean_of_the_last_seconds_and_memory_is_what_is_left(
         host.processors = Cores(4, busy_s)
         load.look()
         if second in (1, 10):
-            assert (load.stats["cores"], load.stats["busy_cores"]) == (4, 3.0)
+            assert (load.stats.cores, load.stats.busy_cores) == (4, 3.0)
         if second == 12:
-            assert load.stats["busy_cores"] == (3 * 3.0 + 2 * 0.5) / 5
-    assert load.stats["busy_cores"] == 0.5
+            assert load.stats.busy_cores == (3 * 3.0 + 2 * 0.5) / 5
+    assert load.stats.busy_cores == 0.5
 
 
 def test_a_host_that_does_not_know_its_processors_says_nothing_of_them() -> None:
@@ -40,4 +41,4 @@ def test_a_host_that_does_not_know_its_processors_says_nothing_of_them() -> None
     for _ in range(3):
         load.look()
         clock.pass_(1.0)
-    assert set(load.stats) == {"memory_left_bytes", "disk_left_bytes"}
+    assert load.stats.memory_left_bytes is not None and load.stats.cores is None

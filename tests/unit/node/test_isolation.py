@@ -45,7 +45,7 @@ class Naps(SystemClock):
 
     async def sleep(self, seconds: float) -> None:
         assert self.own is not None
-        self.told.append((self.own.stats["tiers"], seconds))
+        self.told.append((self.own.tiers or [], seconds))
         if not self.host.left:
             self.over.set()
             await asyncio.Event().wait()
@@ -60,7 +60,7 @@ async def told(*found: Tiers | DeadlineExceeded) -> list[tuple[list[str], float]
     clock.own = OwnIsolation(mesh, ["sandboxes"])
     finding, over = asyncio.create_task(clock.own.run()), asyncio.create_task(clock.over.wait())
     await asyncio.wait((finding, over), return_when=asyncio.FIRST_COMPLETED)
-    done = [(clock.own.stats["tiers"], 0.0)] if finding.done() else []
+    done = [(clock.own.tiers or [], 0.0)] if finding.done() else []
     for task in (finding, over):
         task.cancel()
     await asyncio.gather(finding, over, return_exceptions=True)
@@ -83,7 +83,7 @@ async def test_a_host_that_takes_sandboxes_says_what_it_has_once_it_knows(
     found = await asyncio.to_thread(containment.tiers)
     assert found.known and set(found.tiers) < {*ORDER} - {"bwrap", "cgroup", "runner"}
     own = OwnIsolation(surroundings(joinable=True), ["shards", "sandboxes"])
-    assert own.stats == {"tiers": ["trying"]}
+    assert own.tiers == ["trying"]
     said = await told(*[found] * 3)
     assert said[-1][0] == list(found.tiers) and said[-1][1] >= AGAIN_S, "tried again all the same"
 
@@ -122,4 +122,4 @@ async def test_nothing_is_tried_on_the_only_host_nor_where_no_sandbox_comes() ->
         OwnIsolation(surroundings(joinable=True), ["shards"]),
     ):
         await own.run()
-        assert own.stats == {}
+        assert own.tiers is None

@@ -90,7 +90,7 @@ def test_a_shard_that_cannot_run_fails_its_own_job_and_holds_up_no_other(tmp_pat
         assert (await jobs.job(mesh.state, "good")).phase == "queued"
         assert started == ["bad", "good", "good"]
         assert [end.job for end in await ended(mesh.state)] == ["bad"]
-        assert agent.stats()["services"] == 2
+        assert agent.stats().services == 2
         await agent.leave()
         assert not any(child.poll() is None for child in host.children.values())
 

@@ -98,11 +98,11 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
 
         trainer = children["g0.1"].pid
         while True:  # until it is stopped within a turn, and not just after one
-            await until("the trainer's turn", lambda: keeper.stats()["turn_of"] == ["g0.1"])
+            await until("the trainer's turn", lambda: keeper.stats().turn_of == ["g0.1"])
             os.kill(trainer, signal.SIGSTOP)
             stopped = time.monotonic()
             await asyncio.sleep(scaled(0.2))
-            if keeper.stats()["turn_of"] == ["g0.1"]:
+            if keeper.stats().turn_of == ["g0.1"]:
                 break
             os.kill(trainer, signal.SIGCONT)
         before = len(computed(mesh.directory, "engine"))

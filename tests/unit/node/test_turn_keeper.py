@@ -148,7 +148,7 @@ def test_a_holder_that_gives_nothing_back_is_killed_on_all_its_workers_and_the_n
         waited = stage.clock.monotonic() - began
         assert LEASES.unknown_s + 1.0 <= waited <= LEASES.unknown_s + 3.0  # until it was dead
         assert sorted(stage.killed) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
-        assert keeper.stats()["turns_killed"] == 1
+        assert keeper.stats().turns_killed == 1
 
     on_stage(story)
 
@@ -168,9 +168,9 @@ def test_a_host_that_stood_still_gives_its_holders_the_time_that_they_had_left()
         await clock.sleep(1.0)
         cast(VirtualLoop, asyncio.get_running_loop()).now += 600.0  # the keeper looks first
         await clock.sleep(3.0)
-        assert keeper.stats()["turn_of"] == ["g0.0"] and killed == []
+        assert keeper.stats().turn_of == ["g0.0"] and killed == []
         await clock.sleep(5.0)
-        assert keeper.stats()["turn_of"] == [] and killed == ["g0.0"]
+        assert keeper.stats().turn_of == [] and killed == ["g0.0"]
         running.cancel()
 
     run_virtual(main)
@@ -203,7 +203,7 @@ def test_who_is_cancelled_gives_back_what_it_held_or_waited_for() -> None:
         await asyncio.gather(waits, return_exceptions=True)
         holds.cancel()
         await stage.clock.sleep(1.0)
-        assert keeper.stats()["turn_of"] == []
+        assert keeper.stats().turn_of == []
         await stage.computes("b", b, 1.0)
         assert stage.killed == []
 
