@@ -289,6 +289,6 @@ def logs(
 
         meshrl logs runs/calculator trainer/calculator
     """
-    from meshrl import logs as printing
+    from meshrl.commands.logs import showing as printing
 
     printing.show(names or [], mesh, lines, follow, listed)

@@ -213,7 +213,7 @@ def hosts(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl hosts
     """
-    from meshrl.commands import hosts as showing
+    from meshrl.commands.hosts import showing
 
     showing.show(mesh, json)
 
@@ -240,7 +240,7 @@ def drain(
 
         meshrl drain gpu2 --off
     """
-    from meshrl.commands import draining
+    from meshrl.commands.hosts import draining
 
     if off:
         draining.undrain(host, json, mesh)
@@ -265,7 +265,7 @@ def _keys(context: typer.Context, json: AsJson = False, mesh: MeshOption = None)
         meshrl keys revoke gpu2-1f3a9c
     """
     if context.invoked_subcommand is None:
-        from meshrl.commands import host_keys as showing
+        from meshrl.commands.hosts import keys as showing
 
         showing.show(mesh, json)
 
@@ -278,7 +278,7 @@ def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl keys list
     """
-    from meshrl.commands import host_keys as showing
+    from meshrl.commands.hosts import keys as showing
 
     showing.show(mesh, json)
 
@@ -300,6 +300,6 @@ def revoke(
 
         meshrl keys revoke gpu2-1f3a9c
     """
-    from meshrl.commands import host_keys as revoking
+    from meshrl.commands.hosts import keys as revoking
 
     revoking.revoke(which, mesh)

@@ -26,7 +26,7 @@ from common.mesh.process.interpreters import home
 from kernels import build
 from meshrl.directory import places
 from meshrl.job.checks.machine import devices
-from meshrl.terminal import Console
+from meshrl.view.terminal import Console
 
 OK, NOTE, BAD = "ok", "note", "bad"
 MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3

@@ -7,7 +7,7 @@ from rich.table import Table
 from common.job.config import JobConfig
 from meshrl.job.toml_writing import to_toml
 from meshrl.launch import plan
-from meshrl.terminal import Console
+from meshrl.view.terminal import Console
 
 
 def show(config: JobConfig) -> None:

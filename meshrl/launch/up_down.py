@@ -13,7 +13,6 @@ from common.base.errors import ConfigError
 from common.base.host.ports import ANY, ports
 from common.base.host.settings import OFF
 from common.state.pool.workers.settings import PoolSettings
-from meshrl import tokens
 from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace, find_mesh
@@ -23,7 +22,7 @@ from meshrl.launch.background import RootProgram
 from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
-from meshrl.launch.head import from_copy, handed_out
+from meshrl.launch.head import from_copy, handed_out, invitations
 from meshrl.launch.head.launcher import MeshShape, serve
 from meshrl.launch.holding import DirectoryHeld
 
@@ -149,7 +148,7 @@ def invite(place: MeshPlace) -> None:
     """Writes a new token, which lets in one host, and says what to do with it."""
     path = place.directory / INVITATION
     path.unlink(missing_ok=True)
-    tokens.write(tokens.for_host(place, None, INVITATION_S), path)
+    invitations.write(invitations.for_host(place, None, INVITATION_S), path)
     print(f"{path} lets in one host, within a day: copy it there, it is a secret, and")
     print(f"    meshrl join {path.name}")
     print("`meshrl token create --host` makes more, `meshrl hosts` shows who has come")

@@ -26,8 +26,8 @@ from meshrl.directory import exporting, places
 from meshrl.directory.places import write_json
 from meshrl.job import jobfile
 from meshrl.launch.checks import mesh_checks
-from meshrl.terminal import Console
 from meshrl.view.history.failures import of_share
+from meshrl.view.terminal import Console
 
 RESULT = "evaluation.json"
 FIXED = (

@@ -20,13 +20,13 @@ from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import place_of
 from meshrl.run.following.looking import looked
 from meshrl.run.outcome import INTERRUPTED
-from meshrl.terminal import Console
 from meshrl.view.frames.frame import Frame
 from meshrl.view.frames.watcher import MeshWatcher
 from meshrl.view.history import moves
 from meshrl.view.live.top_screen import screen, tables
 from meshrl.view.live.view import OneScreen
 from meshrl.view.recording.recorded import judged_moves
+from meshrl.view.terminal import Console
 
 RATE_S = 1.0  # between the two looks that a single frame's rates are of
 WIDE = 200  # columns of a frame that no terminal bounds

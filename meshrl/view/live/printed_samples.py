@@ -12,7 +12,6 @@ from rich.text import Text
 
 from common.base.errors import NotFound
 from common.base.host.terminal import visible
-from meshrl.terminal import Console
 from meshrl.view.recording.samples import (
     Sample,
     chosen,
@@ -24,6 +23,7 @@ from meshrl.view.recording.samples import (
     parts,
     read,
 )
+from meshrl.view.terminal import Console
 
 LOOK_S = 0.5  # between two looks for what is new
 STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.table import Table
 
-from meshrl.terminal import Console
+from meshrl.view.terminal import Console
 
 GAP = 3  # blanks between columns
 

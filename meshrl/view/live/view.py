@@ -20,12 +20,12 @@ from common.base.host.terminal import guarded_output
 from common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
 from common.state.jobs import Phase
 from common.state.pool.workers.rows import Role
-from meshrl.terminal import Console
 from meshrl.view.history.failures import SHOWN, ShownFailures, counted, first, lost, of_share
 from meshrl.view.history.held import OtherLine
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.mesh.prefixes import told
 from meshrl.view.mesh.workers import WorkerLine, WorkerSums
+from meshrl.view.terminal import Console
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 ROLE_COLORS: dict[str, str] = {

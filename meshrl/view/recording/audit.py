@@ -17,9 +17,9 @@ from common.state.events import Event
 from common.state.lifecycle.accounting import WRONG, account, wrong
 from meshrl.directory import job_file
 from meshrl.directory.places import existing_run
-from meshrl.terminal import Console
 from meshrl.view.history.held import Going
 from meshrl.view.recording.recorded import RecordMark, damaged, job_of, read_events
+from meshrl.view.terminal import Console
 
 BEGUN_WITHIN_MS = 10_000  # a group is in the ledger so soon after its admission
 

@@ -8,10 +8,10 @@ from typing import Any
 from rich.table import Table
 
 from common.job.evaluation_plan import HELD_OUT
-from meshrl.terminal import Console
 from meshrl.view.history.failures import FailureKind, counts, of_share
 from meshrl.view.live.view import clock
 from meshrl.view.mesh.prefixes import told
+from meshrl.view.terminal import Console
 
 
 def show(found: dict[str, Any], run_dir: Path) -> None:

@@ -14,9 +14,9 @@ import pytest
 from common.records.checkpoints import all_checkpoints, verified
 from common.state import events, jobs, registry
 from common.state.pool.store import store as pool
+from meshrl.commands.logs.remote import RemoteLogs
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, MeshShape
-from meshrl.remote_logs import RemoteLogs
 from meshrl.view.recording import samples
 from meshrl.view.trace import writing
 from tests.mesh.hosts.hidden import HiddenHost

@@ -20,7 +20,7 @@ from common.base.host.terminal import guarded_output
 from meshrl import __main__ as program
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
-from meshrl.terminal import Console
+from meshrl.view.terminal import Console
 from tests.unit.common.base.test_terminal import ATTACKS, is_plain
 from tests.unit.meshrl.view.test_samples import sample
 

@@ -19,7 +19,7 @@ from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import place_of
 
 if TYPE_CHECKING:
-    from meshrl.remote_logs import RemoteLog, RemoteLogs
+    from meshrl.commands.logs.remote import RemoteLog, RemoteLogs
 
 POLL_S = 0.3
 SILENT_S = 60.0  # an agent is back within seconds, and one that was cut off rarely takes longer
@@ -72,7 +72,7 @@ def _list(place: MeshPlace, here: list[Path]) -> None:
     if not running_launcher(place):
         return
 
-    from meshrl.remote_logs import RemoteLogs
+    from meshrl.commands.logs.remote import RemoteLogs
 
     async def others() -> None:
         async with RemoteLogs.of(place) as remote:
@@ -91,7 +91,7 @@ async def _remote(
     """The log of a process that may be on another host, the newest of its name; False: it is that
     of this one.
     """
-    from meshrl.remote_logs import RemoteLogs
+    from meshrl.commands.logs.remote import RemoteLogs
 
     path, names = place.log(service), [path.stem for path in here]
     silent: dict[str, str] = {}

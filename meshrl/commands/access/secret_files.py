@@ -16,10 +16,11 @@ from common.mesh.access import tokens
 from common.mesh.access.records import HOST, PERSON
 from common.mesh.access.ticket import GATEWAY_PORT, named
 from common.mesh.transport.keys import KeyPair
+from meshrl.commands.access.tokens import DAY_S
 from meshrl.launch.head import handed_out
 from meshrl.launch.head.handed_out import HandedOut
+from meshrl.launch.head.invitations import write
 from meshrl.launch.redis import material
-from meshrl.tokens import DAY_S, write
 
 REDIS_PORT = 6379
 JOIN, SUBMIT, REDIS = "join.token", "submit.token", "redis"

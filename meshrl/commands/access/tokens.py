@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -17,6 +15,7 @@ from common.mesh.access import identity, records, tokens
 from common.mesh.access.records import FILE, HOST, Token
 from common.mesh.access.ticket import Ticket
 from meshrl.directory.places import MeshPlace, find_mesh
+from meshrl.launch.head.invitations import for_host, write
 from meshrl.view.live import printing
 
 DAY_S, HOUR_S = 86_400.0, 3600.0
@@ -54,22 +53,6 @@ def create_for_host(
     if _handed(for_host(place, name, hours * HOUR_S, uses), out):
         whom = {0: "any number of hosts", 1: "one host"}.get(uses, f"{uses} hosts")
         print(f"{out} lets in {whom}: copy it there; meshrl join {out.name if out else ''}")
-
-
-def for_host(place: MeshPlace, name: str | None, lasts_s: float, uses: int = 1) -> Ticket:
-    """A token that lets in so many hosts; 0: any number."""
-    door = identity.existing(place.directory)
-    named = name or f"host-{secrets.token_hex(3)}"
-    now_s, at = time.time(), (door.address, door.public)
-    token, ticket = tokens.made(named, lasts_s, now_s, *at, kind=HOST, uses=uses)
-    tokens.keep(_file(place), token)
-    return ticket
-
-
-def write(ticket: Ticket, out: Path) -> None:
-    """Puts it into a new file, for this user's eyes alone."""
-    with os.fdopen(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(ticket.text + "\n")
 
 
 def _handed(ticket: Ticket, out: Path | None) -> bool:

@@ -1,0 +1,1 @@
+"""Hosts of a mesh: how each stands, its keys, and its drain."""
