@@ -16,11 +16,11 @@ from common.api.worker.segments import (
 from common.api.worker.turns import (
     TURN_S,
     EndResident,
+    GangTurn,
     GiveBack,
     GivenBack,
     ResidentEnded,
     TakeTurn,
-    Turn,
 )
 from common.base.encoding.messages import message
 
@@ -32,7 +32,7 @@ class Worker(Interface):
     make_segment = Call(MakeSegment, Segment, deadline_s=30.0, idempotent=True)
     find_segment = Call(FindSegment, Segment, deadline_s=10.0, idempotent=True)
     drop_segment = Call(DropSegment, SegmentDropped, deadline_s=10.0, idempotent=True)
-    take_turn = Call(TakeTurn, Turn, deadline_s=TURN_S, idempotent=True)
+    take_turn = Call(TakeTurn, GangTurn, deadline_s=TURN_S, idempotent=True)
     give_back = Call(GiveBack, GivenBack, deadline_s=10.0, idempotent=True)
     end_resident = Call(EndResident, ResidentEnded, deadline_s=10.0, idempotent=True)
 

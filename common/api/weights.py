@@ -110,7 +110,7 @@ class Examined:
 
 
 @message
-class Failed:
+class FailedTransfer:
     """A chunk did not come from a source. `gone`: that has not got it as it should be."""
 
     chunk: str
@@ -130,12 +130,12 @@ class Seek:
     room: int
     lacking: list[str] | None = None  # all that it wants and lacks; None: it has told
     held: list[str] = field(default_factory=list)  # chunks that have come to its host
-    failed: list[Failed] = field(default_factory=list)
+    failed: list[FailedTransfer] = field(default_factory=list)
     over: bool = False  # it fetches no more
 
 
 @message
-class Pair:
+class ChunkOrigin:
     """A chunk, and the name of who is to be asked for it."""
 
     chunk: str
@@ -146,7 +146,7 @@ class Pair:
 class Sources:
     """The answer to Seek."""
 
-    pairs: list[Pair]
+    pairs: list[ChunkOrigin]
     again_s: float  # when to ask again, if there is room left
     known: bool = True  # False: ask again with what is lacking, the store was started anew
 

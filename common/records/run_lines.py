@@ -26,7 +26,7 @@ LAST_S = 5.0  # for what waits when a process ends
 _NAMES = re.compile(r"samples(-\d+)?|trace/[a-z]+(-[A-Za-z0-9_.]+)?")
 
 
-class LineFile:
+class RunLineFile:
     """One such file on this host, by its name without the ending. BadMessage: nobody has lines of
     that name.
     """
@@ -109,13 +109,13 @@ class LineSender:
             self._bytes -= sum(map(len, lines))
 
 
-Lines = LineFile | LineSender
+Lines = RunLineFile | LineSender
 
 
 def lines_of(mesh: Mesh, job: JobData, name: str) -> Lines:
     """Where a process of the job writes its lines called `name`."""
     if job.at_home:
-        return LineFile(mesh.host, job.run_dir, name)
+        return RunLineFile(mesh.host, job.run_dir, name)
     return LineSender(mesh, job.id, name)
 
 

@@ -17,7 +17,7 @@ from common.state.redis.keys import job_prefix
 
 
 @dataclass(frozen=True)
-class Admitted:
+class AdmittedGroup:
     """A group that may be sampled: `prompt` counts through the data set, epoch after epoch."""
 
     group: int
@@ -71,7 +71,7 @@ class InFlight:
 
 async def admit(
     state: State, job: str, shard: str, token: int, want: int, op_id: str
-) -> list[Admitted]:
+) -> list[AdmittedGroup]:
     """Opens up to `want` groups, as many as the gate lets through now: none outside the phase
     `training`.
 
@@ -148,7 +148,7 @@ async def group_stale(
     await _returned(state, job, trainer, token, group, *fate, requeue=True)
 
 
-async def open_groups(state: State, job: str, shard: str) -> list[Admitted]:
+async def open_groups(state: State, job: str, shard: str) -> list[AdmittedGroup]:
     """The groups that the shard has to finish, oldest first, its predecessor's among them."""
     return _admitted(await state.run("open_groups", [job_prefix(job)], {"shard": shard}))
 
@@ -262,5 +262,5 @@ async def _returned(
     await state.run("group_returned", [job_prefix(job)], args)
 
 
-def _admitted(answer: dict[str, Any]) -> list[Admitted]:
-    return [Admitted(**row) for row in answer["groups"] or []]
+def _admitted(answer: dict[str, Any]) -> list[AdmittedGroup]:
+    return [AdmittedGroup(**row) for row in answer["groups"] or []]

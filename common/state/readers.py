@@ -21,7 +21,7 @@ MOST = 1_000_000  # events: some 300 MB of Redis
 
 
 @dataclass(frozen=True)
-class Reader:
+class EventReader:
     """Who reads the stream, where it runs, and up to where it has read."""
 
     name: str
@@ -72,12 +72,12 @@ async def history_lost(state: State, job: str, where: str, lost: HistoryLost) ->
     return str((await state.run("history_lost", [job_prefix(job)], args))["from"])
 
 
-async def readers(state: State) -> list[Reader]:
+async def readers(state: State) -> list[EventReader]:
     """All readers on record, by name, those that have left among them."""
     row = (await state.run("row", [MESH], {"key": READERS}))["row"] or {}
-    names = Reader.__dataclass_fields__
+    names = EventReader.__dataclass_fields__
     found = [
-        Reader(name, **{key: value for key, value in json.loads(text).items() if key in names})
+        EventReader(name, **{key: value for key, value in json.loads(text).items() if key in names})
         for name, text in row.items()
     ]
     return sorted(found, key=lambda reader: reader.name)

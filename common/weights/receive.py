@@ -20,16 +20,16 @@ from common.api.weights import STORE, Examine, Fetch, Manifest, Weights
 from common.base.errors import Damaged, MeshError, NotFound, StorageFull
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
-from common.model.files.source import Asked, Source
+from common.model.files.source import RequestedSource, Source
 from common.weights.bulk.port import BulkClient, ChunkStore
 from common.weights.delta.receiving import acknowledge
 from common.weights.layout.images import Image
 from common.weights.layout.manifest import Rows, understood
 from common.weights.store import host_chunks
 from common.weights.store.weight_store import get, store_entry
-from common.weights.ways.base import Version
+from common.weights.ways.base import WantedVersion
 from common.weights.ways.bringing import Bringing
-from common.weights.ways.peer import Pulled
+from common.weights.ways.peer import PullPath
 
 BATCH_BYTES = 256 << 20  # of chunks that are hashed in one go off the loop
 HASH_S = 120.0  # for these, from a disk that is slow
@@ -54,7 +54,7 @@ class Receiver:
         host.
         """
         self._mesh, self._bulk, self._follows = mesh, bulk, follows
-        self._bringing = bringing or Bringing(mesh, [Pulled(mesh, bulk)])
+        self._bringing = bringing or Bringing(mesh, [PullPath(mesh, bulk)])
         self._full = False  # this host has no room for the version that came last
         self._said = False  # so
 
@@ -79,7 +79,7 @@ class Receiver:
         async def some(names: Sequence[str]) -> dict[str, torch.Tensor]:
             return await self._mesh.host.run_blocking(image.gathered, names, deadline_s=COPY_S)
 
-        return Asked(image.outline, some)
+        return RequestedSource(image.outline, some)
 
     async def manifest(self, digest: str) -> Manifest:
         """What the store says of a version; NotFound, Damaged."""
@@ -166,7 +166,7 @@ class Receiver:
         """Maps what comes by the way that is chosen; the others."""
         sizes = {digest: image.chunks[digest] for digest in digests}
         try:
-            version = Version(image.manifest.job, image.digest, sizes, image.chunks.keys())
+            version = WantedVersion(image.manifest.job, image.digest, sizes, image.chunks.keys())
             await self._bringing.bring(version, cache)
             self._full = False
         except StorageFull as error:

@@ -32,7 +32,7 @@ COPY_S = 600.0  # deadline of what is done off the loop, because it takes as lon
 
 
 @dataclass(frozen=True)
-class Version:
+class StagedVersion:
     """A version that was staged: its manifest with its digest, and who its masters are."""
 
     manifest: Manifest
@@ -133,7 +133,7 @@ def assembled(
     laid: Sequence[Laid],
     base: Base | None = None,
     scale: float = 0.0,
-) -> Version:
+) -> StagedVersion:
     """The version that all have staged together, whose tensors are as `outline` has their types,
     which are those of the masters, and shapes. One of adapters alone has a `base` that they are
     added to, which counts for neither identity, and a `scale`. BadMessage when rows are missing.
@@ -147,10 +147,10 @@ def assembled(
     image = identity(published, merged(one.image for one in laid))
     manifest = Manifest(job, lineage, version, pieces, base, image=image, scale=scale)
     digest = digest_of(packed(manifest))
-    return Version(manifest, digest, identity(masters, merged(one.masters for one in laid)))
+    return StagedVersion(manifest, digest, identity(masters, merged(one.masters for one in laid)))
 
 
-async def keep(mesh: Mesh, version: Version) -> None:
+async def keep(mesh: Mesh, version: StagedVersion) -> None:
     """Has the store keep a version whose chunks it has; nobody sees it yet. AlreadyCommitted when
     its lineage has other weights of that number, Refused when a chunk is gone.
     """

@@ -43,7 +43,7 @@ from common.mesh.transport.keys import ProcessKeys
 from common.weights.bulk.channel import FRAME_BYTES, PIECE_BYTES
 from common.weights.bulk.doors import KeyDoor
 from common.weights.bulk.server import BulkServer
-from common.weights.bulk.session import Session
+from common.weights.bulk.session import BulkSession
 from common.weights.bulk.transfer import Transfer
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.chunks.partial import Partial
@@ -143,12 +143,12 @@ class Asking:
         self._context = ssl.create_default_context(cafile=str(directory / CERTIFICATE))
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
 
-    def session(self, way: str) -> Session:
+    def session(self, way: str) -> BulkSession:
         """Of one that is ours."""
         magic = CHACHA if way == "chacha" else AES
         place = self._places[way]
         proof = ClientHandshake(self._own, self._server, place, way != "plain", magic)
-        return Session(place, proof, DEADLINE_S, 1 << 40)
+        return BulkSession(place, proof, DEADLINE_S, 1 << 40)
 
     def get(self, way: str) -> None:
         """The whole chunk, thrown away as it comes."""

@@ -16,7 +16,7 @@ from common.base.digest import digest_of
 from common.base.errors import MeshError, NotFound
 from common.mesh.transport.address import bulk_key_of
 from common.state.registry import Entry
-from common.weights.bulk.session import PUT, Session
+from common.weights.bulk.session import PUT, BulkSession
 from common.weights.handshakes.handshake import ClientHandshake
 
 DEADLINE_S = 30.0
@@ -65,7 +65,7 @@ def _is_planted(key: X25519PrivateKey, store: Entry, digest: str, content: bytes
         return False
 
 
-def _session(key: X25519PrivateKey, store: Entry) -> Session:
+def _session(key: X25519PrivateKey, store: Entry) -> BulkSession:
     place = store.bulk.partition("#")[0]
     proof = ClientHandshake(key, bulk_key_of(store.address), place, sealed=False)
-    return Session(place, proof, DEADLINE_S, LARGEST_BYTES)
+    return BulkSession(place, proof, DEADLINE_S, LARGEST_BYTES)

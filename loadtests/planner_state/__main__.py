@@ -46,7 +46,7 @@ from common.mesh.runtime.seams import Seams
 from common.state import jobs, leader, registry
 from common.state.pool.placing.decisions import Decision, Form, Place, Why
 from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Doing, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Doing, Report, Resident, Role, Tier, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 from common.state.redis.client import State
 from common.state.redis.embedded import command
@@ -199,7 +199,7 @@ async def filled(state: State, timer: Timer, gangs: int, count: int) -> int:
             held = await registry.register(state, entry, LEASE_MS)
             if kind == "worker":
                 tokens.append(held)
-        await pool.join_worker(state, Worker(f"w{n}", host, "cpu:0", tokens[n]))
+        await pool.join_worker(state, WorkerRow(f"w{n}", host, "cpu:0", tokens[n]))
     decisions: list[Decision] = []
     for n in range(gangs):
         decisions.append(Form(f"g{n}", (f"w{n}",), WHY))
@@ -283,7 +283,7 @@ class Idle:
     async def worker(self, n: int) -> None:
         mesh = await self.member(f"worker/w{n}", lambda _: None)
         host = f"host{n // WORKERS_OF_HOST}"
-        await pool.join_worker(self.state, Worker(f"w{n}", host, "cpu:0", mesh.token))
+        await pool.join_worker(self.state, WorkerRow(f"w{n}", host, "cpu:0", mesh.token))
         self.run(self._every(LOOK_S, lambda: pool.worker_row(self.state, f"w{n}")))
 
     async def agent(self, host: str) -> None:

@@ -22,8 +22,8 @@ from dataclasses import replace
 from common.state.jobs import Phase
 from common.state.pool.demand.needs import Need, PlannedJob
 from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove
-from common.state.pool.placing.snapshot import Host, Snapshot
-from common.state.pool.workers.rows import Doing, Gang, Report, Worker
+from common.state.pool.placing.snapshot import PoolHost, Snapshot
+from common.state.pool.workers.rows import Doing, Gang, Report, WorkerRow
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
 
@@ -39,7 +39,7 @@ def pool_of(workers: int, jobs: int) -> Snapshot:
     return Snapshot(
         now_ms=NOW_MS,
         workers=tuple(
-            Worker(f"w{n}", f"host{n % hosts}", "cpu:0", token=n + 1) for n in range(workers)
+            WorkerRow(f"w{n}", f"host{n % hosts}", "cpu:0", token=n + 1) for n in range(workers)
         ),
         jobs=tuple(
             PlannedJob(
@@ -52,7 +52,7 @@ def pool_of(workers: int, jobs: int) -> Snapshot:
             )
             for n in range(jobs)
         ),
-        hosts=tuple(Host(f"host{n}") for n in range(hosts)),
+        hosts=tuple(PoolHost(f"host{n}") for n in range(hosts)),
     )
 
 

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import time
 
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 
 LONG_S = 600
 
 
 def main(how: str, status: int) -> None:
     if how == "echo":
-        channel = Channel.from_env()
+        channel = ChildChannel.from_env()
         frame = channel.recv()
         assert frame is not None
         channel.send(frame)

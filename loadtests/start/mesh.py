@@ -22,7 +22,7 @@ import psutil
 
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.state import registry
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Resident, Role
 from common.state.redis.client import State
@@ -122,7 +122,9 @@ async def moved(state: State) -> tuple[float, float]:
     engine = await an_engine(state)
     there = await residents(state)
     worker = next(w for w, one in there.items() if engine.name == f"engine/{one.id}")
-    await pool.request(state, Request(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING))
+    await pool.request(
+        state, PoolRequest(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING)
+    )
 
     async def decided() -> bool:
         now = (await residents(state)).get(worker)

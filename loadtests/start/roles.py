@@ -28,7 +28,7 @@ from common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs, registry
 from common.state.pool.workers.names import shard, worker_process
-from common.state.pool.workers.rows import Budget, Resident, Role, Worker
+from common.state.pool.workers.rows import Budget, Resident, Role, WorkerRow
 from loadtests.measuring.meshed import START_S, meshed
 from loadtests.start.nursed import cpu_s, nursery, starting
 from loadtests.trainer import digits
@@ -43,7 +43,7 @@ from services.rollout.environments.pool import command
 from services.rollout.environments.process import EnvironmentProcess
 
 LOOK_S = 0.004  # how soon readiness is seen
-WORKER = Worker("loadtest", "one", "cpu:0", 0)
+WORKER = WorkerRow("loadtest", "one", "cpu:0", 0)
 ALONE, PAIR = "alone", "pair"  # jobs, of one rank and of two
 LENGTH = 16
 STEP_S = 30.0

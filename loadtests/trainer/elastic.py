@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from common.state import jobs, registry
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Role
 from common.state.redis.client import State
@@ -126,7 +126,7 @@ async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
             if resident.role == Role.ROLLOUT
         )
         moved = (await row_of(state)).version
-        asked = Request(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING)
+        asked = PoolRequest(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING)
         await pool.request(state, asked)
         while True:
             rows = await steps_of(state, out)

@@ -16,7 +16,7 @@ from common.state import events, jobs
 from common.state.events import Event
 from common.state.lifecycle import deleting
 from common.state.lifecycle.following import happened, standing
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Role
 from common.state.redis.client import State
@@ -84,7 +84,7 @@ class LocalTransport:
             raise NotFound(f"there is no worker {worker}", fix=f"There are: {', '.join(known)}")
         last = await events.last_id(self._state)
         op_id = uuid.uuid4().hex
-        asked = Request(op_id, "move", worker=worker, role=role, job=job)
+        asked = PoolRequest(op_id, "move", worker=worker, role=role, job=job)
         await pool.request(self._state, asked)
         return await self._verdict(worker, op_id, last)
 

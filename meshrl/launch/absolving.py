@@ -6,8 +6,8 @@ What cannot succeed must end: so a fresh budget takes a reason that holds for th
 from __future__ import annotations
 
 from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.supervision.ended import Report, Reports
-from common.mesh.process.supervision.supervisor import ChildSpec, End
+from common.mesh.process.supervision.ended import EndReport, Reports
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
 from common.state import jobs
 from common.state.redis.client import State, server_ms
 
@@ -17,7 +17,9 @@ PATIENCE_S = 600.0
 PROGRESS_S = 120.0  # a mesh whose jobs come further in spite of it is not given up
 
 
-async def absolved(state: State, reports: Reports, spec: ChildSpec, end: End, full: str) -> bool:
+async def absolved(
+    state: State, reports: Reports, spec: ChildSpec, end: ChildEnd, full: str
+) -> bool:
     """An outage that people are shown (`full`: which disk is; or Redis is away) is waited out. Jobs
     that make progress need the mesh. A lost peer or lease is waited for, for PATIENCE_S. What one
     job has brought about ends that job, and the mesh goes on with the others.
@@ -38,7 +40,7 @@ async def absolved(state: State, reports: Reports, spec: ChildSpec, end: End, fu
         return False
     log = str(spec.log) if spec.log is not None else ""
     return await reports.tell(
-        Report(spec.name, end.code, end.why, failure, spent=True, log=log, event=False)
+        EndReport(spec.name, end.code, end.why, failure, spent=True, log=log, event=False)
     )
 
 

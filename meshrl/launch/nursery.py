@@ -13,7 +13,7 @@ from common.base.errors import DeadlineExceeded
 from common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF, answers
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
-from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import plan
 
@@ -34,7 +34,7 @@ class MeshNursery(Hooks):
         place: MeshPlace,
         environment: Mapping[str, str],
         budget: tuple[int, float],
-        ended: Callable[[Child, End], Awaitable[None]] | None = None,
+        ended: Callable[[Child, ChildEnd], Awaitable[None]] | None = None,
     ) -> None:
         """`ended` hears of each end."""
         self._host, self._clock, self._socket = host, clock, place.nursery
@@ -100,7 +100,7 @@ class MeshNursery(Hooks):
         except DeadlineExceeded:
             return False
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         if self._heard is not None:
             await self._heard(child, end)
 

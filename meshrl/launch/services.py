@@ -19,9 +19,9 @@ from common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
 from common.mesh.process.ends.failure import end_of
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
-from common.mesh.process.supervision.ended import Report, Reports, ended
+from common.mesh.process.supervision.ended import EndReport, Reports, ended
 from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from common.state import registry
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
@@ -226,13 +226,13 @@ class Services(Hooks):
 
     # -- what supervisors tell, that of Redis too --------------------------------------------------
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         if self._supervisor is None:  # they are to end
             return
         log = str(self._place.log(child.name))
         if end.failure is not None:
             self._explained.add(child.name)
-        report = Report(child.name, end.code, end.why, end.failure, final=end.final, log=log)
+        report = EndReport(child.name, end.code, end.why, end.failure, final=end.final, log=log)
         if child.name == "redis":
             if self._reports is not None:
                 self._reports.soon(report)
@@ -245,7 +245,7 @@ class Services(Hooks):
     def lease_expired(self, child: Child) -> bool:
         return self._watch is not None and child.name != "redis" and self._watch.expired(child)
 
-    async def absolved(self, spec: ChildSpec, end: End) -> bool:
+    async def absolved(self, spec: ChildSpec, end: ChildEnd) -> bool:
         """Whether a service whose budget is spent may be tried again; see `absolving`."""
         if self._patient or self._reports is None:
             return self._patient

@@ -23,7 +23,7 @@ from common.environment.framing import checked, encodable
 from common.environment.making import making
 from common.job import builtin
 from common.job.bundle.authored import beginning_of, place_of, placed
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 from common.model.chat.chat import ANYWHERE, TEMPLATE, Chat
 from common.model.tokens.tokenizer import Tokenizer
 from services.environment import threaded
@@ -203,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     arguments = parser().parse_args()
-    channel = Channel.from_env()
+    channel = ChildChannel.from_env()
     with making():
         served = made(arguments)
     if arguments.threads > 1:
@@ -235,7 +235,7 @@ def made(arguments: argparse.Namespace) -> Environments:
     )
 
 
-def serve(channel: Channel, served: Environments) -> None:
+def serve(channel: ChildChannel, served: Environments) -> None:
     """Answers the shard until it closes the channel, perhaps in the middle of an operation."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while (block := channel.recv()) is not None:

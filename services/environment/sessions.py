@@ -15,7 +15,7 @@ from typing import Any
 
 from common.base.errors import BadMessage
 from common.environment.framing import encodable, packed
-from common.model.chat.chat import Chat, Conversation, ParsedCall
+from common.model.chat.chat import Chat, ChatConversation, ParsedCall
 from common.model.chat.messages import Message, conversation_of, message_of
 from common.model.tokens.tokenizer import Tokenizer
 from services.environment.actions import BadAnswer, call_for_answer, score
@@ -150,14 +150,14 @@ class ChatSession(EnvironmentSession):
     ) -> None:
         super().__init__(environment, tokenizer)
         self._chat, self._tools = chat, tools
-        self._conversation: Conversation | None = None
+        self._conversation: ChatConversation | None = None
         self._opening: tuple[list[Message], Any] = ([], [])
         self._waiting: deque[ParsedCall] = deque()
         self._calling: ParsedCall | None = None  # the call whose value the shard will bring
         self._answers: list[Message] = []
 
     @property
-    def conversation(self) -> Conversation:
+    def conversation(self) -> ChatConversation:
         if self._conversation is None:
             raise RuntimeError("the environment has not been opened")
         return self._conversation

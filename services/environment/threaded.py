@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgpack
 
 from common.environment.framing import packed
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 
 PROBE = "text"  # operation that asks for a sign of life; no environment's
 
@@ -26,7 +26,7 @@ class Performing(Protocol):
     def perform(self, key: int, operation: str, argument: Any) -> tuple[str, Any]: ...
 
 
-def serve(channel: Channel, served: Performing, threads: int) -> None:
+def serve(channel: ChildChannel, served: Performing, threads: int) -> None:
     """Answers the shard until it closes the channel, with so many operations at a time; returns
     when those that were begun have ended.
     """
@@ -46,7 +46,7 @@ def serve(channel: Channel, served: Performing, threads: int) -> None:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _send(channel: Channel, sending: Lock, number: int, status: str, value: Any) -> None:
+def _send(channel: ChildChannel, sending: Lock, number: int, status: str, value: Any) -> None:
     content = packed([[number, status, value]])
     with sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.send(content)

@@ -10,7 +10,7 @@ from common.base.host.ports import ANY, ports
 from common.mesh.access import identity
 from common.mesh.access.identity import Identity
 from common.mesh.access.records import FILE
-from common.mesh.access.tokens import Tokens
+from common.mesh.access.tokens import TokenTable
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.mesh.transport.keys import KeyPair, TokenKeys
 from common.mesh.transport.strangers import Limits
@@ -27,7 +27,7 @@ async def main(a: argparse.Namespace) -> None:
 async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
     """The life of the gateway, until it is cancelled."""
     directory = Path(mesh.settings.run_root) / "mesh"
-    known = Tokens(directory / FILE, mesh.clock.wall)
+    known = TokenTable(directory / FILE, mesh.clock.wall)
     transport = listening(mesh, directory, listen, advertise, known)
     actor = GatewayActor(mesh, known)
     door = FrontDoor(mesh, transport, known)
@@ -44,7 +44,7 @@ async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
 
 
 def listening(
-    mesh: Mesh, directory: Path, listen: str, advertise: str, known: Tokens
+    mesh: Mesh, directory: Path, listen: str, advertise: str, known: TokenTable
 ) -> ZmqTransport:
     """The front door's transport, with the key and, if it can be had, the port of the last start:
     tokens that were given tell of both.

@@ -13,7 +13,7 @@ from common.base.encoding.messages import Frame
 from common.base.errors import BadMessage
 from common.mesh.access.line import FRONT
 from common.mesh.access.records import HOST
-from common.mesh.access.tokens import Tokens
+from common.mesh.access.tokens import TokenTable
 from common.mesh.runtime.calls.actor import Actor, bind
 from common.mesh.runtime.calls.serving import Server
 from common.mesh.runtime.calls.sweep import Sweep
@@ -29,7 +29,7 @@ holder: ContextVar[str] = ContextVar("holder")
 class FrontDoor:
     """Serves `actor` at `transport`, whose doorkeeper says which token a connection has."""
 
-    def __init__(self, mesh: Mesh, transport: Transport, tokens: Tokens) -> None:
+    def __init__(self, mesh: Mesh, transport: Transport, tokens: TokenTable) -> None:
         self._mesh, self._transport, self._tokens = mesh, transport, tokens
         self._sweep = Sweep(mesh.clock.monotonic)
         self._server = Server(

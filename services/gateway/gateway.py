@@ -55,7 +55,7 @@ from common.base.files.lines import signature
 from common.job.isolation import containment
 from common.job.run_names import free_name
 from common.mesh.access.records import FILE
-from common.mesh.access.tokens import Tokens
+from common.mesh.access.tokens import TokenTable
 from common.mesh.runtime.calls.actor import Actor, call, stream
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
@@ -82,7 +82,7 @@ class GatewayActor(Actor):
 
     interface = Gateway
 
-    def __init__(self, mesh: Mesh, tokens: Tokens) -> None:
+    def __init__(self, mesh: Mesh, tokens: TokenTable) -> None:
         self.mesh, self._tokens = mesh, tokens
         self._root = Path(mesh.settings.run_root)
         self._runs = self._root / "runs"

@@ -26,10 +26,10 @@ from common.base.errors import NotFound, Refused
 from common.base.host.secret import SECRET_BYTES
 from common.base.release import release
 from common.mesh.access import members
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.access.members import AGAIN_S
 from common.mesh.access.records import digest
-from common.mesh.access.tokens import Tokens
+from common.mesh.access.tokens import TokenTable
 from common.mesh.runtime.mesh import Mesh
 from common.state.hosts import admission
 from common.state.pool.store import store as pool
@@ -54,7 +54,7 @@ class Joining:
 class HostRequests:
     """`file`: the tokens and members of the mesh, which are its user's alone."""
 
-    def __init__(self, mesh: Mesh, known: Tokens, file: Path) -> None:
+    def __init__(self, mesh: Mesh, known: TokenTable, file: Path) -> None:
         self._mesh, self._known, self._file = mesh, known, file
         # By the host's own key: one whose answer was lost asks again, and is to have the same
         # secret.
@@ -105,7 +105,7 @@ class HostRequests:
             # That of a planner's too, which the launcher leaves out where there is to be none.
             roles = HOST_ROLES | {PLANNER}
             about = {
-                "admitted": asdict(Admitted.of(host, secret, roles, mesh.clock.wall())),
+                "admitted": asdict(AdmittedHost.of(host, secret, roles, mesh.clock.wall())),
                 "address": request.address,
                 "workers": request.workers,
                 "standby": request.standby,

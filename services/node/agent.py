@@ -21,9 +21,9 @@ from common.api.worker.stats import NodeStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Stoppable
-from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.ended import EndReport, Reports
 from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from common.mesh.runtime.calls.actor import Actor, call, cast
 from common.mesh.runtime.mesh import Mesh
 from common.state import events
@@ -194,7 +194,7 @@ class NodeAgent(Actor, Hooks):
         how = "adopted" if child.name in self._adopted else "started"
         await self._note("worker_up", {"name": child.name, "pid": child.pid, "how": how})
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         self._adopted.discard(child.name)
         await self.leases.evict(child)
         unwatched = await self._notes.end_unwatched(child.name)
@@ -204,7 +204,7 @@ class NodeAgent(Actor, Hooks):
             return
         log = str(self._log(child.name))
         await self._reports.tell(
-            Report(child.name, end.code, end.why, end.failure, final=end.final, log=log)
+            EndReport(child.name, end.code, end.why, end.failure, final=end.final, log=log)
         )
 
     def lease_expired(self, child: Child) -> bool:

@@ -49,11 +49,11 @@ class OwnIsolation:
             else:
                 await self._mesh.clock.sleep(RARELY_S if found.sure and had else AGAIN_S)
 
-    async def _found(self) -> containment.Tiers:
+    async def _found(self) -> containment.IsolationTiers:
         try:
             return await self._mesh.host.run_blocking(containment.tiers, deadline_s=FOUND_S)
         except DeadlineExceeded:
-            return containment.Tiers((), sure=False, known=False)
+            return containment.IsolationTiers((), sure=False, known=False)
 
 
 def _best(tiers: Collection[str]) -> tuple[str, ...]:

@@ -17,9 +17,15 @@ from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.ends.failure import Failure
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import Child
-from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.ended import EndReport, Reports
 from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import (
+    NO_START,
+    ChildEnd,
+    ChildSpec,
+    Hooks,
+    Supervisor,
+)
 from common.mesh.runtime.mesh import Mesh
 from common.state.pool.store import store as pool
 from common.state.pool.workers import names
@@ -137,7 +143,7 @@ class JobServices(Hooks):
             self._known.add(name)
         except OSError as error:  # no process, memory or log to be had now
             self._not_before[name] = self._now() + TRY_AGAIN_S
-            end = End(NO_START, "it cannot be started", Failure.of(error))
+            end = ChildEnd(NO_START, "it cannot be started", Failure.of(error))
             await self._report(name, end)
 
     def _end(self, name: str) -> None:
@@ -183,7 +189,7 @@ class JobServices(Hooks):
     async def started(self, child: Child) -> None:
         self._notes.write(self._supervisor.children.values())
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         await self._leases.evict(child)
         unwatched = await self._notes.end_unwatched(child.name)
         if unwatched is not None:
@@ -194,10 +200,10 @@ class JobServices(Hooks):
         elif not end.asked:  # a shard whose job has ended
             self._well.add(child.name)
 
-    async def _report(self, name: str, end: End) -> None:
+    async def _report(self, name: str, end: ChildEnd) -> None:
         """An error that no restart mends ends the job, and so does any that comes for ever."""
         job, log = names.service(name)[1], str(self._log(name))
-        report = Report(name, end.code, end.why, end.failure, job, end.final, log=log)
+        report = EndReport(name, end.code, end.why, end.failure, job, end.final, log=log)
         await self._reports.tell(replace(report, ran_s=end.ran_s))
 
     def lease_expired(self, child: Child) -> bool:

@@ -25,7 +25,7 @@ from common.mesh.runtime.tasks import first_of
 from common.state.pool.store import store as pool
 from common.state.pool.workers.names import worker_process
 from common.state.pool.workers.rows import Budget, Doing, Gang, Report, Tier
-from common.state.pool.workers.rows import Worker as WorkerRow
+from common.state.pool.workers.rows import WorkerRow as WorkerRow
 from services.node.residents.budgets import Budgets
 from services.node.residents.process import Around
 from services.node.residents.residents import Residents

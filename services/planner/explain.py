@@ -21,7 +21,7 @@ from common.state.pool.placing.decisions import (
     Decline,
     Dissolve,
     FailJob,
-    Finish,
+    FinishMove,
     Form,
     HostGone,
     Judge,
@@ -61,7 +61,7 @@ def told(decision: Decision) -> str:
             return f"fail {job}: {error}"
         case Serve(host, services):
             return f"serve on {host}: {', '.join(services) or 'nothing'}"
-        case Finish(move, undone):
+        case FinishMove(move, undone):
             return f"move of {move.id} {'undone' if undone else 'complete'}"
         case Decline(op, reason):
             return f"decline {op}: {reason}" if reason else f"settle {op}"

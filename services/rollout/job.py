@@ -152,7 +152,7 @@ class ShardJob:
         for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
             self.start(a, [])
 
-    def start(self, admitted: rows.Admitted, members: list[Trajectory]) -> None:
+    def start(self, admitted: rows.AdmittedGroup, members: list[Trajectory]) -> None:
         """Runs a group as a task of its own."""
         group = admitted.group
         self.enter(admitted.lineage, admitted.version)

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from common.base.occupancy import Occupancy
-from common.state.pool.demand.measured import LEVELS, Lengths, Work
+from common.state.pool.demand.measured import LEVELS, Lengths, MeasuredWork
 from services.rollout.routing.stay import AT_ENGINE, TURN
 
 IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories
@@ -44,11 +44,11 @@ class Worked:
             self._lengths = Lengths(len(self._latest), levels, float(prompts.mean()))
         return self._lengths
 
-    def work(self, sampled: int) -> Work:
+    def work(self, sampled: int) -> MeasuredWork:
         """All so far, trajectories in flight among them; `sampled`: tokens of training ones."""
         flight_s, turn_s = self.spent.seconds(IN_FLIGHT), self.spent.seconds(TURN)
         engine_s = self.spent.seconds(AT_ENGINE)
-        return Work(
+        return MeasuredWork(
             groups=self.groups,
             trajectories=self.trajectories,
             sampled=sampled,

@@ -15,7 +15,7 @@ from common.api.sandbox import LoadJob, RewardBatch, RunTools
 from common.base.clock import SystemClock
 from common.base.encoding.messages import decode, encode
 from common.base.errors import BadMessage, MeshError, to_wire
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 from common.mesh.process.host import SystemHost
 from services.sandbox.actor import SandboxActor, ServedSandbox
 from services.sandbox.workers.calls import PoolLimits
@@ -27,7 +27,7 @@ SEND_S = 60.0
 
 async def main() -> None:
     """Serves until the parent closes its end."""
-    host, clock, channel = SystemHost(), SystemClock(), Channel.from_env()
+    host, clock, channel = SystemHost(), SystemClock(), ChildChannel.from_env()
     actor = SandboxActor(host, clock, None, PoolLimits(warm=1, most=2), ServedSandbox("sandbox"))
     await actor.start()
     try:

@@ -11,7 +11,7 @@ from common.mesh.runtime.tasks import all_of
 from common.weights.bulk.port import ChunkStore
 from common.weights.bulk.port import serve as serve_chunks
 from services.weights.copying import Copying
-from services.weights.keeping.sweeping import Pace
+from services.weights.keeping.sweeping import SweepPace
 from services.weights.store import WeightStore
 from services.weights.version_copies import VersionCopies
 
@@ -20,7 +20,7 @@ async def main() -> None:
     await serve(await Mesh.open(STORE, "weights", MeshSettings.from_env()))
 
 
-async def serve(mesh: Mesh, pace: Pace = Pace()) -> None:  # noqa: B008 (it does not change)
+async def serve(mesh: Mesh, pace: SweepPace = SweepPace()) -> None:  # noqa: B008 (it does not change)
     """The life of the store, until it is cancelled."""
     settings = mesh.settings
     chunks = ChunkStore(Path(settings.run_root) / "store", mesh.clock.wall)

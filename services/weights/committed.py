@@ -16,14 +16,14 @@ COMMITS = ("initial", "step", "lineage", "restored")  # events that name the cur
 
 
 @dataclass(frozen=True)
-class Version:
+class StoredVersion:
     """A version of the lineage that a run ended in, or is in."""
 
     step: int
     manifest: str  # digest
 
 
-def versions(run: Path) -> list[Version]:
+def versions(run: Path) -> list[StoredVersion]:
     """The versions of the lineage that a run ended in, or is in, ascending; most are no longer
     stored.
     """
@@ -36,7 +36,7 @@ def versions(run: Path) -> list[Version]:
             found[step] = fields["manifest"]
     if not found:  # nothing was recorded
         found = {held["step"]: held["weights"] for _, held in checkpoints(run)}
-    return [Version(step, digest) for step, digest in sorted(found.items())]
+    return [StoredVersion(step, digest) for step, digest in sorted(found.items())]
 
 
 def checkpoints(run: Path) -> list[Checkpoint]:

@@ -41,7 +41,7 @@ MOST_PARTS = 4096  # processes that stage one version: more ranks than anybody t
 
 
 @dataclass
-class Holder:
+class VersionHolder:
     """What a host has told of, last: when, a version, and an anchor."""
 
     at: float
@@ -49,7 +49,7 @@ class Holder:
     anchor: Base | None = None
 
 
-def bases(holders: Iterable[Holder], anchors: int) -> list[Base]:
+def bases(holders: Iterable[VersionHolder], anchors: int) -> list[Base]:
     """From which versions deltas are worth making: those that most hosts hold, newest of the most
     first; for hosts behind the first one, the anchor that they share rather than what each holds.
     """
@@ -102,7 +102,7 @@ class DeltaSets:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._holders: dict[str, dict[str, Holder]] = {}  # by job and host
+        self._holders: dict[str, dict[str, VersionHolder]] = {}  # by job and host
         self._anchors: dict[str, int] = {}  # each so manieth version of a job is one
         self._sets: dict[str, _ToOne] = {}  # by the target's manifest
 
@@ -114,7 +114,7 @@ class DeltaSets:
         anchor = holder.anchor if holder else None
         if (every := self._anchors.get(told.job, 0)) and told.target.version % every == 0:
             anchor = max(told.target, anchor, key=_age) if anchor else told.target
-        hosts[told.host] = Holder(now, newest, anchor)
+        hosts[told.host] = VersionHolder(now, newest, anchor)
 
     def begin(self, asked: BeginDelta) -> list[Base]:
         """From which versions deltas to a new one are wanted. Until its parts are at their end, who
@@ -209,7 +209,7 @@ class DeltaSets:
             "delta_bytes": sum(chunk.size for chunk in chunks),
         }
 
-    def _held(self, job: str, now: float) -> dict[str, Holder]:
+    def _held(self, job: str, now: float) -> dict[str, VersionHolder]:
         """By host, without those that were not heard of for long."""
         hosts = self._holders.get(job, {})
         for host in [host for host, holder in hosts.items() if now - holder.at > HELD_S]:

@@ -28,11 +28,11 @@ from common.weights.bulk.port import ChunkStore
 from common.weights.layout.images import opened
 from common.weights.layout.manifest import read_whole
 from common.weights.output import ADAPTER, BASE, write_version
-from services.weights.committed import Checkpoint, Version, checkpoints, versions
+from services.weights.committed import Checkpoint, StoredVersion, checkpoints, versions
 from services.weights.making import MARKER, check_ours, making, put
 
 
-def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Version:
+def chosen(run: Path, step: int | None = None, the_best: bool = False) -> StoredVersion:
     """The last version that is stored, or the one of a step, or the best; NotFound says which
     there are.
     """
@@ -45,7 +45,7 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Versio
                 f"{run} has no best version",
                 fix="name the figure to judge by in evaluation.best",
             )
-        return Version(found.version, found.manifest)
+        return StoredVersion(found.version, found.manifest)
     if not stored:
         raise NotFound(f"{run} has no version", fix="the run ended before version 0")
     if step is None:
@@ -60,7 +60,7 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Versio
     )
 
 
-def export(data: JobData, version: Version, out: Path, final: Path) -> None:
+def export(data: JobData, version: StoredVersion, out: Path, final: Path) -> None:
     """Writes a version to `out`, which is to become `final`; see `write_version`. What the store
     has not whole is copied from the version's checkpoint; Damaged or NotFound without one.
     """
@@ -76,7 +76,7 @@ def export(data: JobData, version: Version, out: Path, final: Path) -> None:
         write_version(data, model_config(data), tensors, out, final)
 
 
-def _checkpoint(version: Version, known: list[Checkpoint]) -> Path | None:
+def _checkpoint(version: StoredVersion, known: list[Checkpoint]) -> Path | None:
     """The directory of the version's checkpoint, if all of it is as it was written."""
     for path, held in reversed(known):
         if held["weights"] == version.manifest:
@@ -102,7 +102,7 @@ def read_tensors(chunks: ChunkStore, manifest: str) -> Mapping[str, Tensor]:
     return opened(chunks, manifest).tensors
 
 
-def _is_stored(run: Path, version: Version, known: list[Checkpoint]) -> bool:
+def _is_stored(run: Path, version: StoredVersion, known: list[Checkpoint]) -> bool:
     chunks = ChunkStore(run / "store")
     try:
         described = read_whole(chunks.read, version.manifest).tensors
@@ -125,7 +125,7 @@ def _job(run: Path) -> JobData:
     return JobData.of(job, document, str(run))
 
 
-def write(run: Path, out: Path, step: int | None, the_best: bool) -> Version:
+def write(run: Path, out: Path, step: int | None, the_best: bool) -> StoredVersion:
     """Exports a version to `out`; see `write_one`."""
     check_ours(out)
     version = chosen(run, step, the_best)
@@ -133,7 +133,7 @@ def write(run: Path, out: Path, step: int | None, the_best: bool) -> Version:
     return version
 
 
-def write_one(run: Path, version: Version, out: Path) -> None:
+def write_one(run: Path, version: StoredVersion, out: Path) -> None:
     """Exports to `out`, which holds either what it did or all of the new; Refused when that would
     delete something else than an export, and while another process does so.
     """
@@ -158,14 +158,14 @@ def scratch_of(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
 
 
-def _write(data: JobData, version: Version, out: Path) -> None:
+def _write(data: JobData, version: StoredVersion, out: Path) -> None:
     place = out.resolve()  # of a link, what it leads to
     with making(scratch_of(place), place) as made:
         fill(data, version, made, out)
         put(made, place)
 
 
-def fill(data: JobData, version: Version, directory: Path, final: Path) -> None:
+def fill(data: JobData, version: StoredVersion, directory: Path, final: Path) -> None:
     """Writes a version to a `directory` that is to become `final`, and that it is one."""
     export(data, version, directory, final)
     marker = {"job": data.id, "step": version.step, "manifest": version.manifest}

@@ -20,7 +20,7 @@ from common.records.checkpoints import (
     manifest_of,
     set_aside,
 )
-from common.records.run_lines import LineFile
+from common.records.run_lines import RunLineFile
 from common.state.jobs import JobRow
 from common.weights.chunks.chunks import ChunkStore
 
@@ -75,7 +75,7 @@ def publish(
 
 def keep_lines(host: Host, row: JobRow, name: str, lines: bytes) -> None:
     """Appends lines to a file of samples or traces of a run; StorageFull, BadMessage."""
-    file = LineFile(host, Path(row.run_dir), name)
+    file = RunLineFile(host, Path(row.run_dir), name)
     try:
         file.write(lines)
     finally:

@@ -67,7 +67,7 @@ from services.weights.deltas import DeltaSets, WithDeltas
 from services.weights.errands import Errands, Progress
 from services.weights.keeping.records import IO_S, JOBS, JobRecords
 from services.weights.keeping.retention import Number
-from services.weights.keeping.sweeping import Pace, Sweeper
+from services.weights.keeping.sweeping import Sweeper, SweepPace
 from services.weights.keeping.untold import Untold
 from services.weights.relay.tracker import Tracker
 
@@ -88,7 +88,7 @@ class WeightStore(WithDeltas):
         mesh: Mesh,
         chunks: ChunkStore,
         errands: Errands | None = None,
-        pace: Pace = Pace(),  # noqa: B008 (it does not change)
+        pace: SweepPace = SweepPace(),  # noqa: B008 (it does not change)
     ) -> None:
         self.mesh, self.chunks = mesh, chunks
         self._manifests: dict[str, Manifest] = {}

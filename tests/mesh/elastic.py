@@ -183,7 +183,7 @@ class Training:
         self.apart: Apart | None = None  # how ranks that start from now on divide a mixture
         self.rank_deadline_s = scaled(10.0)  # that a healthy rank meets, on a slow machine too
         self.accelerators = [""] * ranks  # what they are on
-        self._admitted: list[groups.Admitted] = []
+        self._admitted: list[groups.AdmittedGroup] = []
         self._released = 0
 
     async def start(self, **settings: Any) -> None:

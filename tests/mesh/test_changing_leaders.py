@@ -11,7 +11,7 @@ from common.base.errors import StateUnavailable
 from common.job.config import JobConfig
 from common.state import events, leader
 from common.state.pool.placing.decisions import Decision, Place, Remove, Why
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Gang, Role
 from common.state.redis.client import State
@@ -73,7 +73,7 @@ class Led(PlannedMesh):
 
     async def asks(self, worker: str, role: str) -> None:
         """A person does."""
-        await pool.request(self.state, Request("asked", "move", worker=worker, role=role))
+        await pool.request(self.state, PoolRequest("asked", "move", worker=worker, role=role))
 
     async def resigned(self) -> None:
         """The planner that leads no longer does."""

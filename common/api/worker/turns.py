@@ -25,7 +25,7 @@ class TakeTurn:
 
 
 @message
-class Turn:
+class GangTurn:
     """A turn that was granted: a process that still has it after `lasts_s` is killed."""
 
     ticket: int

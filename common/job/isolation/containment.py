@@ -31,7 +31,7 @@ class Isolation:
 
 
 @dataclass(frozen=True)
-class Tiers:
+class IsolationTiers:
     """What a host has, as `common.job.isolation.isolation.contains` takes it; `sure`, `known`: see
     above.
     """
@@ -57,12 +57,12 @@ def found(sandbox: SandboxConfig | None = None) -> Isolation:
         return Isolation(ORDER[0], ORDER[0], why, sure=False, known=False)
 
 
-def tiers() -> Tiers:
+def tiers() -> IsolationTiers:
     """The best of this host's own, and `runner` where gVisor's is installed and works."""
     tried = [found()]
     if shutil.which(RUNSC):
         tried.append(found(SandboxConfig(runner=[RUNSC])))
-    return Tiers(
+    return IsolationTiers(
         tuple(one.tier for one in tried if one.tier != ORDER[0]),
         all(one.sure for one in tried),
         all(one.known for one in tried),

@@ -18,7 +18,7 @@ REPAIR = (
 
 
 @dataclass(frozen=True)
-class Admitted:
+class AdmittedHost:
     """A host that may belong to the mesh: digests of the passwords of its roles."""
 
     host: str
@@ -26,7 +26,7 @@ class Admitted:
     made_s: float  # wall clock
 
     @classmethod
-    def of(cls, host: str, secret: str, roles: Iterable[str], now_s: float) -> Admitted:
+    def of(cls, host: str, secret: str, roles: Iterable[str], now_s: float) -> AdmittedHost:
         """A host whose processes have `secret`, for these roles."""
         digests = {
             role: hashlib.sha256(redis_password(secret, role).encode()).hexdigest()
@@ -35,12 +35,12 @@ class Admitted:
         return cls(host, digests, now_s)
 
 
-def admitted(directory: Path) -> dict[str, Admitted]:
+def admitted(directory: Path) -> dict[str, AdmittedHost]:
     """Those that have joined the mesh with this directory, by name. Damaged."""
     path = directory / FILE
     try:
         rows = documents.read(path, REPAIR.format(other="joined.json"))["hosts"]
-        return {row["host"]: Admitted(**row) for row in rows}
+        return {row["host"]: AdmittedHost(**row) for row in rows}
     except FileNotFoundError:
         return {}
     except (KeyError, TypeError) as error:
@@ -48,6 +48,6 @@ def admitted(directory: Path) -> dict[str, Admitted]:
         raise documents.damaged(path, f"it holds no hosts: {error!r}", fix) from error
 
 
-def keep(directory: Path, hosts: Iterable[Admitted]) -> None:
+def keep(directory: Path, hosts: Iterable[AdmittedHost]) -> None:
     """Puts them on record, in a file for this user alone. StorageFull."""
     documents.write(directory / FILE, {"hosts": [asdict(one) for one in hosts]})

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.base.errors import Refused
-from common.mesh.access.records import HOST, Known, Member, Token, changing, digest
+from common.mesh.access.records import HOST, KnownHolders, Member, Token, changing, digest
 
 AGAIN_S = 600.0  # in which a host that was let in may ask again, as the answer may have been lost
 ANOTHER = "Ask for another one: `meshrl token create --host` at the head of the mesh"
@@ -78,7 +78,7 @@ def forget(path: Path, host: str) -> None:
             _removed(known, host)
 
 
-def _removed(known: Known, host: str, token_id: str = "") -> bool:
+def _removed(known: KnownHolders, host: str, token_id: str = "") -> bool:
     """Whether it was there; with `token_id`, let in by that."""
     gone = [m for m in known.members if m.host == host and token_id in ("", m.token)]
     known.members[:] = [member for member in known.members if member not in gone]

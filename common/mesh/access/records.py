@@ -66,27 +66,27 @@ class Member:
 
 
 @dataclass
-class Known:
+class KnownHolders:
     """All that is on record, also tokens that are good no more, in the order of their making."""
 
     tokens: list[Token] = field(default_factory=list)
     members: list[Member] = field(default_factory=list)
 
 
-def read(path: Path) -> Known:
+def read(path: Path) -> KnownHolders:
     """Nothing where there is no file. Damaged."""
     if not path.exists():
-        return Known()
+        return KnownHolders()
     try:
         held = documents.read(path, REPAIR)
         tokens = [Token(**row) for row in held["tokens"]]
-        return Known(tokens, [Member(**row) for row in held["members"]])
+        return KnownHolders(tokens, [Member(**row) for row in held["members"]])
     except (KeyError, TypeError) as error:
         raise documents.damaged(path, f"it holds no tokens: {error!r}", REPAIR) from error
 
 
 @contextmanager
-def changing(path: Path, locked_s: float = LOCKED_S) -> Iterator[Known]:
+def changing(path: Path, locked_s: float = LOCKED_S) -> Iterator[KnownHolders]:
     """What is on record, to be changed in place; written when nothing has failed. DeadlineExceeded
     when another has it locked for longer than `locked_s`: nothing was changed.
     """

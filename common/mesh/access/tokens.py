@@ -13,12 +13,12 @@ from pathlib import Path
 
 from common.base.errors import Damaged, NotFound, Refused
 from common.base.files.lines import signature
-from common.mesh.access.records import PERSON, Known, Member, Token, changing, digest, read
+from common.mesh.access.records import PERSON, KnownHolders, Member, Token, changing, digest, read
 from common.mesh.access.ticket import Ticket
 from common.mesh.transport.keys import KeyPair
 
 
-class Tokens:
+class TokenTable:
     """Those on record in a file; `wall` is the clock that they expire by, in seconds."""
 
     def __init__(self, path: Path, wall: Callable[[], float]) -> None:
@@ -68,9 +68,9 @@ class Tokens:
             now = signature(self._path)
             if now == self._seen:
                 return
-            known = read(self._path) if now is not None else Known()
+            known = read(self._path) if now is not None else KnownHolders()
         except Damaged:
-            now, known = None, Known()
+            now, known = None, KnownHolders()
         # Two threads look: each replaces whole tables.
         self._tokens = {token.id: token for token in known.tokens}
         self._members = {member.id: member for member in known.members}

@@ -12,39 +12,41 @@ from typing import NamedTuple
 ESTABLISHED, LISTENING = "01", "0A"  # states in /proc/net/tcp
 
 
-class End(NamedTuple):
+class SocketEnd(NamedTuple):
     """Of a connection, or where one is awaited."""
 
     host: IPv4Address | IPv6Address
     port: int
 
 
-class Row(NamedTuple):
+class SocketRow(NamedTuple):
     """A socket of this host."""
 
-    local: End
-    remote: End
+    local: SocketEnd
+    remote: SocketEnd
     state: str
     uid: int
     inode: int
 
 
-def rows(of: int | str = "self") -> Iterator[Row]:
+def rows(of: int | str = "self") -> Iterator[SocketRow]:
     """All TCP sockets of the network namespace of a process."""
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6
             for line in Path(f"/proc/{of}/net/{table}").read_text().splitlines()[1:]:
                 words = line.split()
-                yield Row(_end(words[1]), _end(words[2]), words[3], int(words[7]), int(words[9]))
+                yield SocketRow(
+                    _end(words[1]), _end(words[2]), words[3], int(words[7]), int(words[9])
+                )
 
 
-def listeners(of: int | str = "self") -> set[End]:
+def listeners(of: int | str = "self") -> set[SocketEnd]:
     """Where a process listens, this one or another. FileNotFoundError: it has ended."""
     own = _inodes(of)
     return {row.local for row in rows(of) if row.state == LISTENING and row.inode in own}
 
 
-def foreign_clients(places: Set[End]) -> set[int]:
+def foreign_clients(places: Set[SocketEnd]) -> set[int]:
     """Users of this host other than this one who have a connection to one of these of its places.
     Clients on other hosts are nobody's that can be told: see `client_hosts`.
     """
@@ -55,7 +57,7 @@ def foreign_clients(places: Set[End]) -> set[int]:
     return found
 
 
-def client_hosts(places: Set[End]) -> set[str]:
+def client_hosts(places: Set[SocketEnd]) -> set[str]:
     """Addresses from which there is a connection to one of these places of this host."""
     return {
         str(row.remote.host)
@@ -75,13 +77,13 @@ def _inodes(of: int | str) -> set[int]:
     return found
 
 
-def _at(end: End, places: Set[End]) -> bool:
+def _at(end: SocketEnd, places: Set[SocketEnd]) -> bool:
     """Whether who listens at one of these is at this end; who listens everywhere has no host."""
-    everywhere = (End(ip_address("0.0.0.0"), end.port), End(ip_address("::"), end.port))
+    everywhere = (SocketEnd(ip_address("0.0.0.0"), end.port), SocketEnd(ip_address("::"), end.port))
     return end in places or not places.isdisjoint(everywhere)
 
 
-def _end(text: str) -> End:
+def _end(text: str) -> SocketEnd:
     """Of `host:port` in hexadecimal, as the kernel writes it: hosts in words of its own byte order
     (little on all that we run on).
     """
@@ -89,4 +91,4 @@ def _end(text: str) -> End:
     words = (bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8))
     found = ip_address(b"".join(words))
     mapped = found.ipv4_mapped if isinstance(found, IPv6Address) else None
-    return End(mapped or found, int(port, 16))
+    return SocketEnd(mapped or found, int(port, 16))

@@ -16,7 +16,7 @@ import structlog
 from common.mesh.telemetry.tracing import trace_id
 
 
-class _Lossy:
+class _LossyLog:
     """The process's stderr; on a full disk a line is lost, and nobody fails for it."""
 
     def write(self, text: str) -> None:
@@ -42,7 +42,7 @@ def log_to_stderr(service: str, job: str = "", level: int = logging.INFO) -> Non
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lossy())),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyLog())),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(**_whose(service, job))

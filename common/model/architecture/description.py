@@ -152,7 +152,7 @@ def _refuse_unknown(raw: Mapping[str, Any], architecture: Architecture) -> None:
             )
 
 
-class _Reader:
+class _ConfigReader:
     """A config.json's values, the architecture's own where there is none."""
 
     def __init__(self, raw: Mapping[str, Any], architecture: Architecture) -> None:
@@ -167,7 +167,7 @@ class _Reader:
         return None if key == "sliding_window" and key in self._raw else default
 
 
-def _reader(raw: Mapping[str, Any], architecture: Architecture) -> _Reader:
+def _reader(raw: Mapping[str, Any], architecture: Architecture) -> _ConfigReader:
     if raw["model_type"] in ("mixtral", "qwen3_moe"):  # two names of one key
         for one, other in (
             ("num_experts", "num_local_experts"),
@@ -175,10 +175,10 @@ def _reader(raw: Mapping[str, Any], architecture: Architecture) -> _Reader:
         ):
             if raw.get(one) is None and raw.get(other) is not None:
                 raw = {**raw, one: raw[other]}
-    return _Reader(raw, architecture)
+    return _ConfigReader(raw, architecture)
 
 
-def _refuse_unsupported(value: _Reader) -> None:
+def _refuse_unsupported(value: _ConfigReader) -> None:
     if value("hidden_act") not in _SILU:
         raise ConfigError(
             f"activation {value('hidden_act')!r} is not implemented",
@@ -205,13 +205,13 @@ def _need(raw: Mapping[str, Any], key: str) -> int:
     return int(raw[key])
 
 
-def _bias(name: str, value: _Reader) -> bool:
+def _bias(name: str, value: _ConfigReader) -> bool:
     if name == "qwen2":
         return True
     return bool(value("qkv_bias" if name == "qwen2_moe" else "attention_bias"))
 
 
-def _unrotated(value: _Reader, layers: int) -> tuple[int, ...]:
+def _unrotated(value: _ConfigReader, layers: int) -> tuple[int, ...]:
     """Layers without rotary embedding."""
     listed, interval = value("no_rope_layers"), value("no_rope_layer_interval")
     if listed is not None:
@@ -227,7 +227,7 @@ def _unrotated(value: _Reader, layers: int) -> tuple[int, ...]:
     return tuple(i for i in range(layers) if (i + 1) % int(interval) == 0)
 
 
-def _windows(name: str, value: _Reader, layers: int) -> dict[str, Any]:
+def _windows(name: str, value: _ConfigReader, layers: int) -> dict[str, Any]:
     """The width of sliding windows in tokens, and the layers that have one."""
     window = value("sliding_window")
     in_use = name in ("mistral", "mixtral") or value("use_sliding_window")
@@ -287,7 +287,9 @@ def _windows_described(config: ModelConfig) -> dict[str, Any]:
     return raw | {"layer_types": kinds, "max_window_layers": config.layers}
 
 
-def _mixture(name: str, architecture: Architecture, value: _Reader, layers: int) -> dict[str, Any]:
+def _mixture(
+    name: str, architecture: Architecture, value: _ConfigReader, layers: int
+) -> dict[str, Any]:
     """The fields of a mixture of experts."""
     if not architecture.experts:
         return {}

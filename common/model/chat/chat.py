@@ -142,7 +142,7 @@ class Chat(ABC):
         """Why the model cannot be offered tools; empty: it can."""
         return ""
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Conversation:
+    def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> ChatConversation:
         """The conversation that begins with `messages`, the model's turn next."""
         return self._begin(self.quoted(list(messages)), self.quoted(list(tools)))
 
@@ -155,7 +155,7 @@ class Chat(ABC):
         return self._answer(*said)
 
     @abstractmethod
-    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
+    def _begin(self, messages: list[Message], tools: list[Message]) -> ChatConversation:
         """`begin`, of quoted messages and tools."""
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Chat(ABC):
         return ids[len(prompt) : ends[-1] + 1]
 
 
-class Conversation(ABC):
+class ChatConversation(ABC):
     """Token ids of a trajectory: rendered messages and sampled turns, in turn."""
 
     def __init__(self, chat: Chat, ids: list[int]) -> None:
@@ -226,7 +226,7 @@ class _KnownChat(Chat):
         chat.tokenizer = spelling.tokenizer = chat.guard()
         return chat
 
-    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
+    def _begin(self, messages: list[Message], tools: list[Message]) -> ChatConversation:
         ids = self.renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
         return _KnownConversation(self, [int(i) for i in ids], tools)
 
@@ -237,7 +237,7 @@ class _KnownChat(Chat):
         return [int(i) for i in ids]
 
 
-class _KnownConversation(Conversation):
+class _KnownConversation(ChatConversation):
     def __init__(self, chat: _KnownChat, ids: list[int], tools: list[Message]) -> None:
         super().__init__(chat, ids)
         self._chat = chat

@@ -20,7 +20,7 @@ from common.model.chat.chat import (
     UNREADABLE,
     Chat,
     ChatBroken,
-    Conversation,
+    ChatConversation,
     ParsedCall,
     Reply,
 )
@@ -112,7 +112,7 @@ class TemplateChat(Chat):
             return "nobody knows how the chat template has tools called"
         return ""
 
-    def _begin(self, messages: list[Message], tools: list[Message]) -> Conversation:
+    def _begin(self, messages: list[Message], tools: list[Message]) -> ChatConversation:
         """The template's rendering of `messages`; ChatBroken when it does not take them, or would
         not tell the model of `tools`.
         """
@@ -150,7 +150,7 @@ TOOL_FIX = (
 )
 
 
-class _TemplateConversation(Conversation):
+class _TemplateConversation(ChatConversation):
     def __init__(
         self,
         chat: TemplateChat,

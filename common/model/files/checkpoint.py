@@ -19,7 +19,7 @@ from common.model.files.checkpoint_files import (
     NO_WEIGHT,
     SINGLE,
     UNEMBEDDING,
-    Stored,
+    StoredTensor,
     files,
     header,
     others,
@@ -63,7 +63,7 @@ def load_config(path: str | Path) -> ModelConfig:
     return config if ties(tensors) else replace(config, tie_embeddings=False)
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a directory by name, none of them read.
 
     ConfigError when a file is missing or cut off, or when weights are of 8 bits or integers.
@@ -87,7 +87,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     return found
 
 
-def ties(tensors: Mapping[str, Stored]) -> bool:
+def ties(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a model whose config.json ties its embeddings does so in its files: not if there is
     an unembedding of other numbers, which `transformers` then takes.
     """

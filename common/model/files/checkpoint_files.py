@@ -59,7 +59,7 @@ _AGAIN = "Download it again, as a whole"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor as a header describes it."""
 
     dtype: str  # as safetensors writes it: F32, BF16, ...
@@ -73,7 +73,7 @@ def check(directory: Path, config: ModelConfig) -> None:
     """ConfigError, which names the file, unless every tensor of the model lies there whole, in its
     shape and in a floating-point type, and no tensor that the model does not compute with.
     """
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file in files(directory):
         found |= header(file)
     if config.tie_embeddings and UNEMBEDDING in found:  # both are one, under either name
@@ -102,7 +102,7 @@ def check(directory: Path, config: ModelConfig) -> None:
     _refuse_unused(found, config)
 
 
-def _refuse_unused(found: Mapping[str, Stored], config: ModelConfig) -> None:
+def _refuse_unused(found: Mapping[str, StoredTensor], config: ModelConfig) -> None:
     """ConfigError for a tensor that no part of the model uses: there would be another model."""
     used = {name for name, _ in expected(config)} | {UNEMBEDDING}
     unused = [name for name in found if name not in used and not NO_WEIGHT.search(name)]
@@ -169,7 +169,7 @@ def files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def header(file: Path) -> dict[str, Stored]:
+def header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file by name; ConfigError if it is no safetensors file or is cut short."""
     try:
         size = file.stat().st_size
@@ -190,7 +190,7 @@ def header(file: Path) -> dict[str, Stored]:
         listed: dict[str, Any] = json.loads(raw)
         listed.pop("__metadata__", None)
         found = {
-            name: Stored(
+            name: StoredTensor(
                 str(tensor["dtype"]),
                 tuple(map(int, tensor["shape"])),
                 file,

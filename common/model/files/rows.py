@@ -14,7 +14,7 @@ from torch import Tensor
 from common.model.architecture.architectures import ARCHITECTURES
 from common.model.architecture.config import ModelConfig
 from common.model.files.checkpoint_files import UNEMBEDDING, check, files, header, not_finite
-from common.model.files.checkpoint_files import Stored as OnDisk
+from common.model.files.checkpoint_files import StoredTensor as OnDisk
 from common.model.files.hf import OUTSIDE, WHOLE, fused_parts, readable
 from common.model.network.decoder import Decoder, spread
 
@@ -95,7 +95,7 @@ def _blocks(count: int, block: int) -> Iterator[tuple[int, int]]:
         yield start, count if start == starts[-1] else start + block
 
 
-class Stored:
+class StoredRows:
     """The weights of a Hugging Face directory. Files are read, not mapped: what has been read takes
     no memory any more.
     """

@@ -39,7 +39,7 @@ class Held:
         return {name: self.all[name] for name in names}
 
 
-class Asked:
+class RequestedSource:
     """Somebody gives them when they are asked for."""
 
     def __init__(self, outline: Mapping[str, torch.Tensor], ask: Ask) -> None:

@@ -22,7 +22,7 @@ LOOK_S = 0.2  # between two looks for the answer
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AdmissionRequest:
     """One question."""
 
     id: str
@@ -56,11 +56,11 @@ async def ask(
         await clock.sleep(LOOK_S)
 
 
-async def asked(state: State) -> list[Asked]:
+async def asked(state: State) -> list[AdmissionRequest]:
     """What has no answer yet, in the order in which it was asked."""
     rows = (await state.run("asked", [MESH], {"waits_ms": int(1000 * WAITS_S)}))["rows"]
     found = [json.loads(text) for text in rows or []]
-    return [Asked(row["id"], row["kind"], row["about"] or {}) for row in found]
+    return [AdmissionRequest(row["id"], row["kind"], row["about"] or {}) for row in found]
 
 
 async def answer(state: State, id: str, answer: Mapping[str, Any] | MeshError) -> None:

@@ -31,7 +31,7 @@ COMMANDS = (
 
 
 @dataclass(frozen=True)
-class Keys:
+class KeyRights:
     """Patterns of keys that are read, and that are written; one may be in both. Those of `removes`
     may be deleted, and are not written.
     """
@@ -40,9 +40,9 @@ class Keys:
     writes: frozenset[str] = frozenset()
     removes: frozenset[str] = frozenset()
 
-    def __or__(self, other: Keys) -> Keys:
+    def __or__(self, other: KeyRights) -> KeyRights:
         removes = self.removes | other.removes
-        return Keys(self.reads | other.reads, self.writes | other.writes, removes)
+        return KeyRights(self.reads | other.reads, self.writes | other.writes, removes)
 
     @property
     def rules(self) -> list[str]:
@@ -56,18 +56,18 @@ class Keys:
         return found
 
 
-def _keys(prefix: str, reads: str = "", writes: str = "", both: str = "") -> Keys:
+def _keys(prefix: str, reads: str = "", writes: str = "", both: str = "") -> KeyRights:
     def named(names: str) -> frozenset[str]:
         return frozenset(f"{prefix}:{name}" for name in names.split())
 
-    return Keys(named(reads) | named(both), named(writes) | named(both))
+    return KeyRights(named(reads) | named(both), named(writes) | named(both))
 
 
-def _mesh(reads: str = "", writes: str = "", both: str = "") -> Keys:
+def _mesh(reads: str = "", writes: str = "", both: str = "") -> KeyRights:
     return _keys(MESH, reads, writes, both)
 
 
-def _job(reads: str = "", writes: str = "", both: str = "") -> Keys:
+def _job(reads: str = "", writes: str = "", both: str = "") -> KeyRights:
     return _keys(JOB, reads, writes, both)
 
 
@@ -87,7 +87,7 @@ _STATES = "open ready leased"
 
 # What each script reads and writes. Those that replay an operation have `op:<script>:*` beside it,
 # and `row` and `rows` read what they are told to.
-SCRIPTS: Mapping[str, Keys] = {
+SCRIPTS: Mapping[str, KeyRights] = {
     # registry
     "register": _mesh(reads="epoch", writes="entries look:counted", both="entry:*")
     | _TOKENS
@@ -98,8 +98,8 @@ SCRIPTS: Mapping[str, Keys] = {
     "append": _LEASED | _TOLD,
     "process_ended": _mesh(reads="entries entry:*", both="ended outage_ms") | _PROGRESS | _PHASE,
     "end_seen": _mesh(reads="jobs jobs:going", both="ended") | _TOLD,
-    "row": Keys(),
-    "rows": Keys(),
+    "row": KeyRights(),
+    "rows": KeyRights(),
     # doors; who enters or leaves one writes that of its own role and host alone
     "enter": _DOORS,
     "withdraw": _DOORS,
@@ -170,7 +170,7 @@ SCRIPTS: Mapping[str, Keys] = {
     "old_jobs": _LED | _mesh(reads="jobs:ended jobs:deleting"),
     "delete_job": _PROGRESS
     | _job(reads="given")
-    | Keys(removes=frozenset({f"{JOB}:given"}))
+    | KeyRights(removes=frozenset({f"{JOB}:given"}))
     | _mesh(writes="jobs jobs:deleting readers", both="jobs:ended jobs:deleted ended")
     | _TOLD,
     "delete_rest": _mesh(writes="jobs:in_store", both="jobs:deleting")
@@ -225,7 +225,7 @@ _EVENTS = _mesh(reads="events trimmed")
 _DELETING = "delete_job delete_rest"
 
 # The scripts of each role beside those, and what its other commands reach.
-_ROLES: Mapping[str, tuple[str, Keys]] = {
+_ROLES: Mapping[str, tuple[str, KeyRights]] = {
     "node": ("process_ended end_seen", _JOB_ROW | _mesh(reads="services:* draining")),
     "worker": (
         "join_worker report pool_rows process_ended end_seen",
@@ -282,20 +282,20 @@ def scripts_of(role: str) -> frozenset[str]:
     return ALL.union(_ROLES[role][0].split())
 
 
-def keys_of(role: str, host: str) -> Keys:
+def keys_of(role: str, host: str) -> KeyRights:
     """The keys that processes of a role on a host reach."""
     others = _ROLES[role][1]
     own = _mesh(both=f"door:{role}:{host}")
     # What a script is told to belong to: no key has that name.
-    found = Keys(frozenset({JOB}), frozenset({JOB})) | own | others
+    found = KeyRights(frozenset({JOB}), frozenset({JOB})) | own | others
     for script in scripts_of(role):
         found |= keys_of_script(script)
     return found
 
 
-def keys_of_script(script: str) -> Keys:
+def keys_of_script(script: str) -> KeyRights:
     """The keys that a script reaches."""
-    replayed = _job(both=f"op:{script}:*") if script in REPLAYED else Keys()
+    replayed = _job(both=f"op:{script}:*") if script in REPLAYED else KeyRights()
     return SCRIPTS[script] | replayed
 
 

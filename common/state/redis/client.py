@@ -73,7 +73,7 @@ def script_source(name: str) -> tuple[str, str]:
     return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-class Client(Protocol):
+class RedisClient(Protocol):
     """What State needs of redis-py's client for the loop."""
 
     def execute_command(self, *words: Any) -> Awaitable[Any]:
@@ -99,7 +99,7 @@ class State:
     def __init__(
         self,
         url: str,
-        client: Client,
+        client: RedisClient,
         sync_client: SyncClient,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

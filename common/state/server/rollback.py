@@ -1,9 +1,9 @@
 """Whether a Redis is older than what lies outside it tells: restored from a copy, cut short, or on
 a disk that lied.
 
-How far a state has come is a `Mark`. What Redis holds is compared with what the launcher noted, the
-recorder wrote down, and checkpoints and ledgers mention: an older Redis would number versions,
-groups and fencing tokens a second time.
+How far a state has come is a `RollbackMark`. What Redis holds is compared with what the launcher
+noted, the recorder wrote down, and checkpoints and ledgers mention: an older Redis would number
+versions, groups and fencing tokens a second time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class JobMark:
 
 
 @dataclass(frozen=True)
-class Mark:
+class RollbackMark:
     """How far the state of a mesh has come; of what lies outside Redis, at least so far."""
 
     event: str = FIRST  # id of the newest event
@@ -55,7 +55,7 @@ class Mark:
         return self.event == FIRST and not self.token and not self.jobs
 
 
-def joined(marks: list[Mark]) -> Mark:
+def joined(marks: list[RollbackMark]) -> RollbackMark:
     """As far as any of them has come."""
     jobs: dict[str, JobMark] = {}
     for mark in marks:
@@ -66,10 +66,10 @@ def joined(marks: list[Mark]) -> Mark:
             about = one.run_dir or was.run_dir, one.phase or was.phase
             jobs[job] = JobMark(*version, next_group, *about)
     event = max((mark.event for mark in marks), key=order, default=FIRST)
-    return Mark(event, max((mark.token for mark in marks), default=0), jobs)
+    return RollbackMark(event, max((mark.token for mark in marks), default=0), jobs)
 
 
-def older(held: Mark, known: Mark, gone: Collection[str] = ()) -> str:
+def older(held: RollbackMark, known: RollbackMark, gone: Collection[str] = ()) -> str:
     """Why what Redis holds is older than what is known; empty when it is not. Jobs that are `gone`
     need not be there: an earlier Redis was lost with them, and they were not put back.
 
@@ -100,7 +100,7 @@ def older(held: Mark, known: Mark, gone: Collection[str] = ()) -> str:
     return ""
 
 
-async def held(state: State, known: Mark) -> Mark:
+async def held(state: State, known: RollbackMark) -> RollbackMark:
     """What Redis holds, to be compared with `known`.
 
     Where newer events have been added to an older stream, `event` is the newest that is not after
@@ -114,7 +114,7 @@ async def held(state: State, known: Mark) -> Mark:
     rows = await state.run("job_marks", [MESH], {"known": list(known.jobs)})
     jobs = {row.pop("job"): JobMark(**row) for row in rows["jobs"] or []}
     deleted = {row["job"]: row["at_ms"] for row in rows["deleted"] or []}
-    return Mark(event, token, jobs, deleted)
+    return RollbackMark(event, token, jobs, deleted)
 
 
 async def _newest(state: State, end: str) -> list[list[str]]:
@@ -123,13 +123,13 @@ async def _newest(state: State, end: str) -> list[list[str]]:
     return rows
 
 
-def without(known: Mark, deleted: Collection[str]) -> Mark:
+def without(known: RollbackMark, deleted: Collection[str]) -> RollbackMark:
     """What is known but for jobs that were deleted: another may have the name of one of them."""
     jobs = {job: one for job, one in known.jobs.items() if job not in deleted}
-    return Mark(known.event, known.token, jobs)
+    return RollbackMark(known.event, known.token, jobs)
 
 
-def floor_above(*marks: Mark) -> int:
+def floor_above(*marks: RollbackMark) -> int:
     """A fencing token above every one that was issued when or shortly after these were taken."""
     return max(mark.token for mark in marks) + TOKENS_APART
 

@@ -34,7 +34,7 @@ class FileShorter(ConnectionError):
     """A file has fewer bytes than its length told when the transfer began."""
 
 
-class Channel:
+class BulkChannel:
     """Bytes as they are; `connected` does not block. They move no faster than `rates`."""
 
     def __init__(self, connected: socket.socket, rates: Rates = UNLIMITED) -> None:
@@ -96,7 +96,7 @@ def _piece_bytes(rate: Rate | None) -> int:
     return PIECE_BYTES if rate is None else min(PIECE_BYTES, rate.piece_bytes)
 
 
-class SealedChannel(Channel):
+class SealedChannel(BulkChannel):
     """Encrypted bytes, of which nobody can change, repeat or leave out any."""
 
     def __init__(

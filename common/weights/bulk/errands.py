@@ -21,7 +21,7 @@ K = TypeVar("K")
 Errand = Callable[[], object]
 
 
-class Errands(Generic[K]):
+class BulkTasks(Generic[K]):
     """One thread, which starts with the first errand. `woken` becomes readable when `done` has
     something to tell. `K`: who an errand is for.
     """

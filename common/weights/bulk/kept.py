@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from common.base.errors import NotFound, PeerLost
-from common.weights.bulk.session import Session
+from common.weights.bulk.session import BulkSession
 from common.weights.chunks.partial import Writer
 
 KEPT_S = 20.0  # unused; a server waits three times as long for the next request
@@ -21,9 +21,11 @@ class Kept:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[tuple[float, str, Session]] = []  # since when, and to whom; oldest first
+        self._idle: list[
+            tuple[float, str, BulkSession]
+        ] = []  # since when, and to whom; oldest first
 
-    def take(self, key: str) -> Session | None:
+    def take(self, key: str) -> BulkSession | None:
         """One that nobody uses: the caller's until it gives it back, or closes it."""
         self.close_idle()
         with self._lock:
@@ -32,7 +34,7 @@ class Kept:
                     return self._idle.pop(at)[-1]
         return None
 
-    def give(self, key: str, session: Session) -> None:
+    def give(self, key: str, session: BulkSession) -> None:
         """One is free whose last request was answered to its end."""
         with self._lock:
             self._idle.append((time.monotonic(), key, session))
@@ -56,11 +58,11 @@ class Arrival:
     """
 
     def __init__(
-        self, kept: Kept, key: str, connect: Callable[[], Session], writer: Writer, size: int
+        self, kept: Kept, key: str, connect: Callable[[], BulkSession], writer: Writer, size: int
     ) -> None:
         self._kept, self._key, self._connect = kept, key, connect
         self._writer, self._size = writer, size
-        self._session: Session | None = None
+        self._session: BulkSession | None = None
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -82,7 +84,7 @@ class Arrival:
                     raise  # else it was closed at the other end meanwhile
         self._over(self._connect().open(), part_bytes)
 
-    def _over(self, session: Session, part_bytes: int) -> None:
+    def _over(self, session: BulkSession, part_bytes: int) -> None:
         self._session, clean, writer = session, False, self._writer
         try:
             if self._stopped.is_set():

@@ -33,7 +33,7 @@ from common.weights.bulk.doors import Door, InterpreterDoor, KeyDoor
 from common.weights.bulk.kept import Arrival, Kept
 from common.weights.bulk.rates import Rates
 from common.weights.bulk.server import LARGEST_BYTES, BulkServer
-from common.weights.bulk.session import HAS, NO_CHUNK, PUT, WHERE, Session
+from common.weights.bulk.session import HAS, NO_CHUNK, PUT, WHERE, BulkSession
 from common.weights.bulk.transfer import PART_BYTES, Transfer
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.chunks.partial import Partial
@@ -124,7 +124,7 @@ class BulkClient:
         await self._mesh.check(entry, bulk=True)
         key = f"{entry.address} {entry.bulk}"
 
-        def over(session: Session) -> bytes:
+        def over(session: BulkSession) -> bytes:
             try:
                 content = session.chunk(name)
             except NotFound:
@@ -232,7 +232,7 @@ class BulkClient:
         """
         chunks = await self.local(entry)
 
-        def connect() -> Session:
+        def connect() -> BulkSession:
             return self._session(entry, deadline_s, stall_s)
 
         with partial.writer() as writer:
@@ -299,11 +299,11 @@ class BulkClient:
             self._directories[entry.address] = told
         return told == os.fsencode(directory)
 
-    def _session(self, entry: Entry, deadline_s: float, stall_s: float = math.inf) -> Session:
+    def _session(self, entry: Entry, deadline_s: float, stall_s: float = math.inf) -> BulkSession:
         place = entry.bulk.partition("#")[0]
         proof = self._door.asking(entry.address, place)
         most, rates = self._largest_bytes, self._rates
-        return Session(place, proof, deadline_s, most, rates=rates, stall_s=stall_s)
+        return BulkSession(place, proof, deadline_s, most, rates=rates, stall_s=stall_s)
 
     async def _ask(self, entry: Entry, work: Callable[[], T], deadline_s: float) -> T:
         """The result of asking a bulk port, off the loop. WrongKeys when its handshakes have failed

@@ -18,7 +18,7 @@ from common.base.host.ports import bare, ports, shown
 from common.base.host.settings import advertised_host
 from common.weights.bulk.channel import PAUSE
 from common.weights.bulk.doors import Door
-from common.weights.bulk.errands import Errands
+from common.weights.bulk.errands import BulkTasks
 from common.weights.bulk.rates import UNLIMITED, Rates
 from common.weights.bulk.serving import DISK, KEYS, Serving, Shelf
 from common.weights.chunks.chunks import ChunkStore
@@ -75,9 +75,9 @@ class BulkServer:
         bound = self._listener.getsockname()
         self._place = f"tcp://{advertised_host(advertise) or shown(bound[0])}:{bound[1]}"
         self.address = f"{self._place}#{chunks.directory}"
-        self._errands: dict[int, Errands[Serving]] = {
-            KEYS: Errands(host, "bulk-keys"),
-            DISK: Errands(host, "bulk-disk"),
+        self._errands: dict[int, BulkTasks[Serving]] = {
+            KEYS: BulkTasks(host, "bulk-keys"),
+            DISK: BulkTasks(host, "bulk-disk"),
         }
         self._selector = selectors.DefaultSelector()
         self._accepts_from = 0.0  # by the clock; while it is ahead the listener is not looked at
@@ -113,7 +113,7 @@ class BulkServer:
         for key, _ in self._selector.select(self._turn_s()):
             if key.fileobj is self._listener:
                 self._accept()
-            elif isinstance(key.data, Errands):
+            elif isinstance(key.data, BulkTasks):
                 for client, done in key.data.done():
                     if not client.ended:
                         client.done = done

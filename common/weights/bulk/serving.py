@@ -11,7 +11,7 @@ from common.api.transfer import bulk
 from common.base.digest import Hasher
 from common.base.errors import BadMessage, MeshError, NotAllowed, NotFound, Refused, to_wire
 from common.mesh.wire.frames import pack_error
-from common.weights.bulk.channel import PIECE_BYTES, Channel, SealedChannel, Steps
+from common.weights.bulk.channel import PIECE_BYTES, BulkChannel, SealedChannel, Steps
 from common.weights.bulk.doors import Door
 from common.weights.bulk.errands import Errand
 from common.weights.bulk.rates import UNLIMITED, Rates
@@ -75,7 +75,7 @@ class Serving:
         self._door, self._proof = door, door.answering(place)
         self._shelf, self._chunks, self._parked = shelf, shelf.chunks, shelf.parked
         self._room, self._largest_bytes = shelf.room, shelf.largest_bytes
-        self._channel = Channel(connected, shelf.rates)
+        self._channel = BulkChannel(connected, shelf.rates)
         self._partial: Partial | None = None  # a chunk that this client brings part by part
         self.steps = self._serve()
 

@@ -20,7 +20,7 @@ from common.mesh.wire.frames import unpack_error
 from common.weights.bulk.channel import (
     PAUSE,
     PIECE_BYTES,
-    Channel,
+    BulkChannel,
     FileShorter,
     SealedChannel,
     Steps,
@@ -44,7 +44,7 @@ FIX = "It is of another mesh, or of another start of this one: stop it with `mes
 _POLLED = {selectors.EVENT_READ: select.POLLIN, selectors.EVENT_WRITE: select.POLLOUT}
 
 
-class Session:
+class BulkSession:
     """A connection to the bulk port at `place`, blocking; used in a thread. To enter it is to
     connect: PeerLost when there is no server, HandshakeFailed when it has other keys.
 
@@ -69,13 +69,13 @@ class Session:
         self._closing = threading.Lock()  # the number of a closed socket may be another's at once
         self._ends = time.monotonic() + deadline_s
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> BulkSession:
         return self.open()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self) -> Session:
+    def open(self) -> BulkSession:
         """Connects, and returns itself; whoever opened it closes it."""
         host, _, port = self._place.removeprefix("tcp://").rpartition(":")
         if not host:
@@ -91,7 +91,7 @@ class Session:
             self._socket.setblocking(False)
             self._poll = select.poll()
             self._poll.register(self._socket, 0)
-            self._channel = Channel(self._socket, self._rates)
+            self._channel = BulkChannel(self._socket, self._rates)
             self._prove()
         except BaseException:
             self._socket.close()

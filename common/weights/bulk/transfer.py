@@ -11,7 +11,7 @@ from pathlib import Path
 from common.api.transfer.bulk import WEIGHTS
 from common.base.digest import digest_of_stream
 from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
-from common.weights.bulk.session import HAS, POSITION, REST, Session
+from common.weights.bulk.session import HAS, POSITION, REST, BulkSession
 from common.weights.chunks.partial import Writer
 
 PART_BYTES = 64 << 20  # in one request
@@ -22,9 +22,9 @@ PAUSE_S = 0.05  # before a connection that broke is made again; twice as long af
 class Transfer:
     """One file on its way. `connect` makes a session, not yet entered."""
 
-    def __init__(self, connect: Callable[[], Session], part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, connect: Callable[[], BulkSession], part_bytes: int = PART_BYTES) -> None:
         self._connect, self._part_bytes = connect, part_bytes
-        self._session: Session | None = None
+        self._session: BulkSession | None = None
         self._stopped = threading.Event()
         self._position = 0
 
@@ -37,7 +37,7 @@ class Transfer:
     def fetch(self, writer: Writer, space: str = WEIGHTS) -> None:
         """Adds what is lacking of a chunk. NotFound, PeerLost, StorageFull."""
 
-        def go_on(session: Session) -> None:
+        def go_on(session: BulkSession) -> None:
             size = -1
             while size < 0 or writer.position < size:  # the next server may have less of it
                 part = writer.position, self._part_bytes, writer.write
@@ -52,7 +52,7 @@ class Transfer:
             digest = digest_of_stream(file)
             size = file.tell()
 
-            def go_on(session: Session) -> None:
+            def go_on(session: BulkSession) -> None:
                 if session.ask(HAS, digest) == b"\x01":
                     return
                 (at,) = POSITION.unpack(session.ask(REST, digest))
@@ -69,7 +69,7 @@ class Transfer:
             self._over_breaks(go_on)
         return digest
 
-    def _over_breaks(self, work: Callable[[Session], None]) -> None:
+    def _over_breaks(self, work: Callable[[BulkSession], None]) -> None:
         breaks = 0
         while True:
             before = self._position

@@ -35,7 +35,7 @@ GROUP_BYTES = 32 << 20
 AT_ONCE = 2  # chunks of which deltas are made at a time: one is written while another is encoded
 
 
-class Deltas:
+class DeltaSender:
     """One in each process that stages versions of a job. To leave it ends what goes on."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Deltas:
         self._task: asyncio.Task[None] | None = None
         self._trouble = ""  # of an error that was not foreseen, until deltas are made again
 
-    async def __aenter__(self) -> Deltas:
+    async def __aenter__(self) -> DeltaSender:
         return self
 
     async def __aexit__(self, *about: object) -> None:
@@ -91,7 +91,7 @@ class Deltas:
             self._failed(error)
             return False
         if bases:
-            made = _Making(self._mesh, self._bulk, target, part, self._group_bytes)
+            made = _DeltaRound(self._mesh, self._bulk, target, part, self._group_bytes)
             work = self._all(made, bases, chunks)
             self._task = asyncio.create_task(work, name=f"deltas to version {target.version}")
             self._task.add_done_callback(looked_at)
@@ -105,7 +105,7 @@ class Deltas:
             await asyncio.wait([self._task])
 
     async def _all(
-        self, made: _Making, bases: Sequence[Base], chunks: Collection[str] | None
+        self, made: _DeltaRound, bases: Sequence[Base], chunks: Collection[str] | None
     ) -> None:
         try:
             await made.since(bases, chunks)
@@ -134,7 +134,7 @@ class Deltas:
         return {"deltas_trouble": self._trouble}
 
 
-class _Making:
+class _DeltaRound:
     """The deltas to one version, in the making."""
 
     def __init__(

@@ -30,7 +30,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
-class Suite:
+class CipherSuite:
     """A cipher, as the framework names and uses it."""
 
     name: bytes
@@ -38,8 +38,10 @@ class Suite:
     nonce: Callable[[int], bytes]
 
 
-AES_GCM = Suite(b"Noise_IK_25519_AESGCM_SHA256", AESGCM, lambda n: bytes(4) + n.to_bytes(8, "big"))
-CHACHA_POLY = Suite(
+AES_GCM = CipherSuite(
+    b"Noise_IK_25519_AESGCM_SHA256", AESGCM, lambda n: bytes(4) + n.to_bytes(8, "big")
+)
+CHACHA_POLY = CipherSuite(
     b"Noise_IK_25519_ChaChaPoly_SHA256",
     ChaCha20Poly1305,
     lambda n: bytes(4) + n.to_bytes(8, "little"),
@@ -53,7 +55,7 @@ class Refusal(ConnectionError):
 class Cipher:
     """Encrypts, or decrypts, the messages of one direction, each under the next nonce."""
 
-    def __init__(self, suite: Suite, key: bytes, rekey_after: int = REKEY_AFTER) -> None:
+    def __init__(self, suite: CipherSuite, key: bytes, rekey_after: int = REKEY_AFTER) -> None:
         self._suite, self._aead, self._rekey_after = suite, suite.aead(key), rekey_after
         self._sent = 0
 
@@ -83,7 +85,7 @@ class _Handshake:
 
     def __init__(
         self,
-        suite: Suite,
+        suite: CipherSuite,
         static: X25519PrivateKey,
         responder: bytes,
         prologue: bytes,
@@ -162,7 +164,7 @@ class Responder(_Handshake):
 
     def __init__(
         self,
-        suite: Suite,
+        suite: CipherSuite,
         static: X25519PrivateKey,
         prologue: bytes,
         ephemeral: X25519PrivateKey | None = None,

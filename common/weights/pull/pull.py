@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from common.api.weights import STORE, Pair, Sources
+from common.api.weights import STORE, ChunkOrigin, Sources
 from common.base.errors import Damaged, HandshakeFailed, MeshError, NotFound, PeerLost, StorageFull
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import Patience
@@ -75,7 +75,7 @@ async def pull(
 class _Stream:
     """A chunk on its way from a source."""
 
-    pair: Pair
+    pair: ChunkOrigin
     since: float
     began: int  # bytes that were there when it began
 
@@ -151,7 +151,7 @@ class _Pull:
     def _coming(self) -> set[str]:
         return {stream.pair.chunk for stream in self._streams.values()}
 
-    def _begin(self, pair: Pair) -> None:
+    def _begin(self, pair: ChunkOrigin) -> None:
         if pair.chunk not in self._lacking:  # another process of this host has fetched it
             self._seeking.holds([pair.chunk])
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from common.api.weights import STORE, Failed, Seek, Sources, Weights
+from common.api.weights import STORE, FailedTransfer, Seek, Sources, Weights
 from common.base.errors import MeshError
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import Patience
@@ -25,7 +25,7 @@ class Seeking:
         self._server = ""
         self._known = False
         self._held: list[str] = []
-        self._failed: list[Failed] = []
+        self._failed: list[FailedTransfer] = []
         self._patience = Patience(mesh.clock)
 
     async def find_server(self) -> None:
@@ -40,7 +40,7 @@ class Seeking:
 
     def fails(self, chunk: str, source: str, *, gone: bool) -> None:
         """A chunk has not come from a source. `gone`: that has not got it as it should be."""
-        self._failed.append(Failed(chunk, source, gone))
+        self._failed.append(FailedTransfer(chunk, source, gone))
 
     async def next(self, lacking: Iterable[str], room: int) -> Sources | None:
         """Who is to be asked for what; None while the store does not answer. Its error, once that

@@ -10,7 +10,7 @@ from common.weights.chunks.chunks import ChunkStore
 
 
 @dataclass(frozen=True)
-class Version:
+class WantedVersion:
     """A committed version, and what a host lacks of it."""
 
     job: str
@@ -35,7 +35,7 @@ class Way(Protocol):
     async def publish(self, manifest: str) -> None:
         """From now on this version may be received by this way, and no earlier one."""
 
-    async def receive(self, version: Version, into: ChunkStore) -> None:
+    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         """Brings chunks that lack as files of `into`, each right before it has its name. It need
         not bring all: what came stays, whatever ends it. MeshError when it can bring no more.
         """

@@ -12,7 +12,7 @@ from common.base.errors import Damaged, MeshError, NotFound
 from common.mesh.runtime.mesh import Mesh
 from common.state import events
 from common.weights.chunks.chunks import ChunkStore
-from common.weights.ways.base import Version, Way
+from common.weights.ways.base import WantedVersion, Way
 from common.weights.ways.choosing import Choice, Choosing
 
 EVENT = "weights_way"  # a change of ways, and what came of it: `meshrl weights explain` shows it
@@ -34,7 +34,7 @@ class Bringing:
         self.choosing = Choosing()
         self._last: dict[str, Any] = {}
 
-    async def bring(self, version: Version, into: ChunkStore) -> None:
+    async def bring(self, version: WantedVersion, into: ChunkStore) -> None:
         """Returns once it has tried; what lacks then, the store does not have as it was written,
         and NotFound or Damaged says so. StorageFull.
         """
@@ -67,7 +67,7 @@ class Bringing:
         fast = not bound and self.choosing.rates().get(plain, 0.0) >= FAST
         return self.choosing.choose(size, list(self._ways) if fast else [plain])
 
-    async def _tried(self, way: Way, version: Version, into: ChunkStore) -> str:
+    async def _tried(self, way: Way, version: WantedVersion, into: ChunkStore) -> str:
         """Why the way did not bring all; empty: it did."""
         try:
             await way.receive(version, into)
@@ -80,7 +80,7 @@ class Bringing:
         left = await self._left(version, into)
         return f"{len(left.lacking)} of {len(version.lacking)} chunks" if left.lacking else ""
 
-    async def _left(self, version: Version, into: ChunkStore) -> Version:
+    async def _left(self, version: WantedVersion, into: ChunkStore) -> WantedVersion:
         def lacking() -> dict[str, int]:
             return {d: size for d, size in version.lacking.items() if not into.has(d)}
 

@@ -25,7 +25,7 @@ from common.weights.bulk.port import BulkClient
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
 from common.weights.store.weight_store import store_entry
-from common.weights.ways.group import Group, place
+from common.weights.ways.group import BroadcastGroup, place
 from common.weights.ways.meeting import listen, place_of, ports_of, store_at
 
 WINDOW_S = 0.3  # hosts hear of a version within milliseconds, and look at what they lack
@@ -163,13 +163,13 @@ class Sending:
 
     def __init__(self, told: BroadcastPlace, files: ChunkStore, where: dict[str, str]) -> None:
         self._told, self._files, self._where = told, files, where
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._stopped = False
 
     def run(self, store: Store) -> None:
         """Sends all of its chunks to whoever has joined. PeerLost."""
         told, sender = self._told, self._told.senders[0]
-        self._group = Group(
+        self._group = BroadcastGroup(
             store, sender.name, 0, told.members, told.backend, self._where, told.wait_s
         )
         self._group.send(self._contents(sender.chunks))

@@ -21,9 +21,9 @@ from common.base.errors import PeerLost
 from common.mesh.runtime.mesh import Mesh
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
-from common.weights.ways.base import Version
+from common.weights.ways.base import WantedVersion
 from common.weights.ways.broadcasting import Broadcasts
-from common.weights.ways.group import Group, place
+from common.weights.ways.group import BroadcastGroup, place
 from common.weights.ways.meeting import store_at
 
 LOCK = "broadcast"
@@ -45,7 +45,7 @@ class Collective:
         assert self._broadcasts is not None, "who receives does not publish"
         await self._broadcasts.publish(manifest)
 
-    async def receive(self, version: Version, into: ChunkStore) -> None:
+    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         """PeerLost when a member was lost, StorageFull. Processes of a host do it one after the
         other, so that all but the first find the chunks there.
         """
@@ -93,13 +93,13 @@ class _Receiving:
         self.chunks = self.bytes = self.damaged = 0
         self._told, self._sender = told, sender
         self._lacking, self._into, self._where = lacking, into, where
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._stopped = False
 
     def run(self, store: Store) -> None:
         """Keeps what lacks here of all that comes. PeerLost, StorageFull."""
         told, sender = self._told, self._sender
-        self._group = Group(
+        self._group = BroadcastGroup(
             store, sender.name, told.rank, told.members, told.backend, self._where, told.wait_s
         )
         contents = self._group.receive(sender.chunks.values())

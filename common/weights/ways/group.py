@@ -45,7 +45,7 @@ def place(settings: MeshSettings) -> dict[str, str]:
     return {"hostname": host}
 
 
-class Group:
+class BroadcastGroup:
     """One member's part. Rank 0 sends."""
 
     def __init__(

@@ -9,12 +9,12 @@ from common.weights.bulk.port import BulkClient
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.delta.receiving import from_deltas
 from common.weights.pull.pull import Wanted, pull
-from common.weights.ways.base import Version
+from common.weights.ways.base import WantedVersion
 
 LEAST_BYTES = 8 << 20  # below, what is measured is the time of a few calls
 
 
-class Pulled:
+class PullPath:
     """A way; see `Way`."""
 
     name = "pull"
@@ -26,7 +26,7 @@ class Pulled:
     async def publish(self, manifest: str) -> None:
         """Its chunks are in the store, and who has fetched one is known there."""
 
-    async def receive(self, version: Version, into: ChunkStore) -> None:
+    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         """Makes what it can of deltas, and fetches the rest. NotFound, Damaged, StorageFull."""
         about, rate = (self._mesh, self._bulk), self._rate
         missing = dict(version.lacking)

@@ -10,14 +10,14 @@ import threading
 import traceback
 from typing import Any
 
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 
 
 async def obey(member: object) -> None:
     """Does what it is told until the other end closes: `order` calls `member.order(...)`, which may
     be a coroutine. What one raises is answered as `error`.
     """
-    channel, loop = Channel.from_env(), asyncio.get_running_loop()
+    channel, loop = ChildChannel.from_env(), asyncio.get_running_loop()
     orders: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def hear() -> None:

@@ -17,7 +17,7 @@ from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs, registry, steps
 from common.weights.bulk.port import BulkClient
-from common.weights.delta.sending import Deltas
+from common.weights.delta.sending import DeltaSender
 from common.weights.layout.images import load_tensor
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
@@ -41,7 +41,7 @@ class Publishing(Actor):
     def __init__(self, mesh: Mesh, job: str) -> None:
         self._mesh, self._job, self._bulk = mesh, job, BulkClient(mesh)
         self._staged: tuple[str, Tensors, int, int] = ("", {}, 0, 0)  # last, and its manifest
-        self._deltas = Deltas(mesh, self._bulk, job, TrainingConfig())
+        self._deltas = DeltaSender(mesh, self._bulk, job, TrainingConfig())
         self.step = -1
 
     async def deltas(self, digest: str, version: int, lineage: int) -> None:

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 from common.base.errors import DeadlineExceeded, NotFound, Refused
-from common.state.pool.placing.snapshot import NOTICE, Request
+from common.state.pool.placing.snapshot import NOTICE, PoolRequest
 from common.state.pool.store import store as pool
 from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
@@ -36,7 +36,7 @@ def drain(name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: P
                     f"{found.host} is the only host that runs anything",
                     fix="Join another one first, or `meshrl down`",
                 )
-            await pool.request(state, Request(uuid.uuid4().hex, "drain", host=found.host))
+            await pool.request(state, PoolRequest(uuid.uuid4().hex, "drain", host=found.host))
         return found
 
     host = ask(place, asked, ANSWER_S).host

@@ -71,7 +71,7 @@ def revoke(which: str, mesh: Path | None) -> None:
         )
 
 
-def _still_good(known: records.Known, host: str, now_s: float) -> str:
+def _still_good(known: records.KnownHolders, host: str, now_s: float) -> str:
     """The name of the token that a member came by, if it would let it in again; empty: it would
     not.
     """

@@ -17,11 +17,11 @@ from common.api.calls.callers import HOST_ROLES, PLANNER
 from common.base.clock import Clock
 from common.base.errors import DeadlineExceeded, MeshError, NotFound, Refused, StateUnavailable
 from common.mesh.access import members
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.access.records import FILE
 from common.state import events, registry
 from common.state.hosts import admission
-from common.state.hosts.admission import Asked
+from common.state.hosts.admission import AdmissionRequest
 from common.state.pool.placing.snapshot import LEFT, NOTICE
 from common.state.pool.store import store as pool
 from common.state.redis.client import State
@@ -38,7 +38,7 @@ STANDBY = "planner/2"  # beside the two of the head
 class Doors(Protocol):
     """Lets processes of hosts into Redis."""
 
-    async def admit_host(self, host: Admitted) -> None:
+    async def admit_host(self, host: AdmittedHost) -> None:
         """From now on."""
 
     async def expel_host(self, host: str) -> bool:
@@ -101,7 +101,7 @@ class Admitting:
             except (MeshError, OSError) as error:  # a full disk, or its own file: at the next look
                 print(f"{host}, which is away, cannot be let out: {error}", flush=True)
 
-    async def _answer(self, asked: Asked) -> Mapping[str, Any] | MeshError:
+    async def _answer(self, asked: AdmissionRequest) -> Mapping[str, Any] | MeshError:
         try:
             if asked.kind == admission.JOIN:
                 return await self._let_in(asked.about)
@@ -128,7 +128,7 @@ class Admitting:
             )
 
     async def _let_in(self, about: Mapping[str, Any]) -> Mapping[str, Any]:
-        admitted, key = Admitted(**about["admitted"]), str(about["key"])
+        admitted, key = AdmittedHost(**about["admitted"]), str(about["key"])
         if admitted.host == self._head:
             raise Refused(f"{self._head} is the head of the mesh", fix="Join from a new directory")
         known = self._book.hosts.get(admitted.host)

@@ -14,7 +14,7 @@ from common.base.errors import NotFound
 from common.base.host.interfaces import interface_behind
 from common.base.host.secret import SECRET_BYTES
 from common.base.host.settings import MeshSettings, new_host
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.access.owner import PERSON, Owner, owner
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.network import Network
@@ -45,8 +45,8 @@ class HeadNetwork:
     def network(self, mesh_secret: str, advertise: str) -> Network:
         """What Redis is told: commands of the mesh's owner have passwords by the mesh's secret."""
         now_s = time.time()
-        own = Admitted.of(self.host, self.secret, ROLES - {PERSON}, now_s)
-        people = Admitted.of(self.host, mesh_secret, [PERSON], now_s)
+        own = AdmittedHost.of(self.host, self.secret, ROLES - {PERSON}, now_s)
+        people = AdmittedHost.of(self.host, mesh_secret, [PERSON], now_s)
         admitted = dataclasses.replace(own, passwords={**own.passwords, **people.passwords})
         return Network(admitted, self.listen, advertise)
 

@@ -20,7 +20,7 @@ from common.records.checkpoints import (
 )
 from common.state import jobs, steps
 from common.state.redis.client import State
-from common.state.server.rollback import JobMark, Mark
+from common.state.server.rollback import JobMark, RollbackMark
 from meshrl.directory.places import read_json
 from meshrl.launch.redis.recorded import recorded
 
@@ -73,7 +73,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return None if found is None or is_first(found) else found
 
 
-async def put_all_back(state: State, known: Mark, needed: bool) -> None:
+async def put_all_back(state: State, known: RollbackMark, needed: bool) -> None:
     """Puts back every job that was known, had not ended, and is not there, and says so.
 
     One that cannot be keeps no other from going on; `needed`: its error is raised when none can.

@@ -12,7 +12,7 @@ from common.base.errors import ConfigError
 from common.base.files import documents
 from common.base.host.ports import ANYWHERE, Taken, ports
 from common.base.host.settings import advertised_host
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.state.redis import embedded
 from common.state.redis.embedded import Listening
 
@@ -26,7 +26,7 @@ class Network:
     `advertise`); `head` is what Redis is told of the head's own processes.
     """
 
-    head: Admitted
+    head: AdmittedHost
     listen: str
     advertise: str = ""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from common.base.errors import Damaged, StorageFull
 from common.base.files import documents
 from common.base.files.sealed import read_sealed, sealed
-from common.state.server.rollback import JobMark, Mark
+from common.state.server.rollback import JobMark, RollbackMark
 from meshrl.launch.redis.aof import Extent
 
 
@@ -26,7 +26,7 @@ class Note:
     being put back, and until that is done none is.
     """
 
-    mark: Mark = field(default_factory=Mark)
+    mark: RollbackMark = field(default_factory=RollbackMark)
     files: Mapping[str, Extent] = field(default_factory=dict)
     floor: int = 0
     gone: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ def _read(path: Path) -> Note:
         name: Extent(row["length"], row.get("checksum") or row["digest"])  # as earlier versions say
         for name, row in files.items()
     }
-    noted = Mark(mark["event"], mark["token"], jobs)
+    noted = RollbackMark(mark["event"], mark["token"], jobs)
     return Note(noted, extents, told["floor"], tuple(told["gone"]), told["returning"])
 
 

@@ -18,7 +18,7 @@ from common.base.errors import Damaged
 from common.base.files import damage
 from common.state.redis.client import State
 from common.state.server import rollback
-from common.state.server.rollback import Mark
+from common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import aof, note
 from meshrl.launch.redis.note import Note
@@ -32,7 +32,7 @@ class RedisProgress:
 
     def __init__(self, place: MeshPlace) -> None:
         self._place = place
-        self.known = Mark()
+        self.known = RollbackMark()
         self.returning = False
         self.files: Mapping[str, aof.Extent] = {}
         self._gone: frozenset[str] = frozenset()  # jobs that were lost and are not missed
@@ -56,7 +56,7 @@ class RedisProgress:
         print(damage.sentence(found), file=sys.stderr, flush=True)
         self.damaged.append(found)
 
-    def _recorded(self, mark: Mark) -> list[Mark]:
+    def _recorded(self, mark: RollbackMark) -> list[RollbackMark]:
         """By the records of the runs that the mesh has had."""
         runs = {job: Path(one.run_dir) for job, one in mark.jobs.items() if one.run_dir}
         about = self._place.root / "job.json"
@@ -76,12 +76,12 @@ class RedisProgress:
         except OSError as error:
             return f"its file cannot be read: {error}"
 
-    async def held(self, state: State) -> Mark:
+    async def held(self, state: State) -> RollbackMark:
         """Return what it holds now; `known` is brought up to date with the records of the runs."""
         await self._read_records()
         return await rollback.held(state, self.known)
 
-    async def look_back(self, state: State, records: bool = True) -> tuple[Mark, str]:
+    async def look_back(self, state: State, records: bool = True) -> tuple[RollbackMark, str]:
         """Return what it holds, and why that is older than it was, if it is.
 
         It is compared with what was known when it was asked: meanwhile more may have become known,
@@ -97,7 +97,7 @@ class RedisProgress:
         told = await asyncio.to_thread(self._recorded, self.known)
         self.known = rollback.joined([self.known, *told])
 
-    def _older(self, found: Mark, known: Mark) -> str:
+    def _older(self, found: RollbackMark, known: RollbackMark) -> str:
         """Why one that holds `found` is older than what was `known`; empty when it is not."""
         known = rollback.without(known, self._forget(found))
         if self.returning:
@@ -110,7 +110,7 @@ class RedisProgress:
             self._records = {job: told for job, told in self._records.items() if job not in again}
         return rollback.older(found, known, self._gone)
 
-    def _forget(self, found: Mark) -> Collection[str]:
+    def _forget(self, found: RollbackMark) -> Collection[str]:
         """Jobs that were deleted, which are returned, are missed no more. Each deletion counts
         once: of another job that has the name since, all is known anew.
         """
@@ -127,14 +127,14 @@ class RedisProgress:
 
     # -- what is known from now on ---------------------------------------------------------------
 
-    def raised(self, found: Mark) -> int:
+    def raised(self, found: RollbackMark) -> int:
         """The floor that fencing tokens of one that holds `found` are to be raised to."""
         if not self.returning:
             self.known = rollback.joined([self.known, found])
-        self._floor = rollback.floor_above(found, self.known, Mark(token=self._floor))
+        self._floor = rollback.floor_above(found, self.known, RollbackMark(token=self._floor))
         return self._floor
 
-    def have_returned(self, found: Mark) -> None:
+    def have_returned(self, found: RollbackMark) -> None:
         """The jobs are back that go on: those that are not there now are not missed any more."""
         self._gone = frozenset(self.known.jobs.keys() - found.jobs.keys())
         self.known = rollback.joined([self.known, found])
@@ -148,11 +148,11 @@ class RedisProgress:
         """How far its files have been written. Blocks."""
         return self._file.look()
 
-    def come_to(self, found: Mark, newest: str, files: Mapping[str, aof.Extent]) -> None:
+    def come_to(self, found: RollbackMark, newest: str, files: Mapping[str, aof.Extent]) -> None:
         """It holds `found`, its newest event is `newest`, and its files were as `look` said."""
         if aof.holds(self._place.redis, files):
             self.files = files
-        self.known = rollback.joined([self.known, found, Mark(newest)])
+        self.known = rollback.joined([self.known, found, RollbackMark(newest)])
 
     def write(self) -> None:
         """Notes all of it. Blocks. StorageFull."""

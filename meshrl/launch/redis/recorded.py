@@ -8,7 +8,7 @@ from pathlib import Path
 from common.base.files.lines import Row, is_checked, row_of
 from common.records.checkpoints import all_checkpoints
 from common.state.events import order
-from common.state.server.rollback import FIRST, JobMark, Mark, joined
+from common.state.server.rollback import FIRST, JobMark, RollbackMark, joined
 
 STANDS = ("initial", "step", "lineage", "restored")  # events that tell a lineage and a version
 ISSUED = ("registered", "leader")  # events that tell a fencing token
@@ -16,7 +16,7 @@ TOGETHER = 1000  # marks that are joined at a time
 BLOCK = 1 << 20  # bytes of lines that are in memory at a time
 
 
-def recorded(run_dir: Path, job: str) -> Mark:
+def recorded(run_dir: Path, job: str) -> RollbackMark:
     """By the recorder's events and the checkpoints. Nothing of a run that has not begun."""
     return RunRecord(run_dir, job).look()
 
@@ -30,9 +30,9 @@ class RunRecord:
         self._run_dir, self._job = run_dir, job
         self._at = 0  # bytes that were read
         self._checked = False  # its lines have checks
-        self._mark, self._phase = Mark(), ""
+        self._mark, self._phase = RollbackMark(), ""
 
-    def look(self) -> Mark:
+    def look(self) -> RollbackMark:
         """How far it has come by now."""
         path, marks = self._run_dir / "events.jsonl", [self._mark]
         for line in self._new(path):
@@ -70,11 +70,11 @@ class RunRecord:
                     self._at += len(line)
                     yield line[:-1]
 
-    def _told(self, event: Row) -> Mark:
+    def _told(self, event: Row) -> RollbackMark:
         kind, fields = event["kind"], event["fields"]
         order(event["id"])
         token = int(fields["token"]) if kind in ISSUED else 0
-        mark = Mark(event["id"], token)
+        mark = RollbackMark(event["id"], token)
         if fields.get("job") != self._job:
             return mark
         if kind == "opened" and fields["groups"]:
@@ -86,6 +86,6 @@ class RunRecord:
             return joined([mark, self._one(one)])
         return mark
 
-    def _one(self, one: JobMark, phase: str = "") -> Mark:
+    def _one(self, one: JobMark, phase: str = "") -> RollbackMark:
         about = JobMark(one.lineage, one.version, one.next_group, one.run_dir, phase)
-        return Mark(FIRST, 0, {self._job: about})
+        return RollbackMark(FIRST, 0, {self._job: about})

@@ -22,15 +22,15 @@ from typing import Any
 from common.base.clock import Clock
 from common.base.errors import DeadlineExceeded, MeshError, Refused, StateUnavailable, StorageFull
 from common.base.files import damage
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
-from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from common.state import events
 from common.state.redis import embedded
 from common.state.redis.client import State
 from common.state.server import rollback
-from common.state.server.rollback import Mark
+from common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard, strangers
 from meshrl.launch.redis.aside import complaint, rename
@@ -87,7 +87,7 @@ class MeshRedis(Hooks):
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def known(self) -> Mark:
+    def known(self) -> RollbackMark:
         """As far as it has come by all that is known."""
         return self._progress.known
 
@@ -155,7 +155,7 @@ class MeshRedis(Hooks):
         """Lets the mesh in after `begin_anew`."""
         await self._let_in()
 
-    async def admit_host(self, host: Admitted) -> None:
+    async def admit_host(self, host: AdmittedHost) -> None:
         """Lets a host's processes in, now and whenever the mesh runs. Safe twice. Refused: its name
         is another's, or it cannot be let in; StateUnavailable: it may be by now, or with the next
         try.
@@ -254,7 +254,7 @@ class MeshRedis(Hooks):
             looking = self._task("look at redis", self._look_again(child))
             self._tasks = [task for task in self._tasks if not task.done()] + [looking]
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         since, self._said = self._said, self._log_length()
         if end.asked or self._starting:
             return

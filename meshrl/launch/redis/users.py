@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 from common.base.errors import NotAllowed, Refused
 from common.base.host.settings import redis_user
 from common.mesh.access import hosts
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.state.hosts import doors, rights
 from common.state.redis.client import SCRIPTS, State, script_source
 
@@ -25,12 +25,12 @@ class HostUsers:
     is expelled is so for ever, under its name.
     """
 
-    def __init__(self, directory: Path, head: Admitted) -> None:
+    def __init__(self, directory: Path, head: AdmittedHost) -> None:
         self._directory, self._head = directory, head
         self._joined = hosts.admitted(directory)
 
     @property
-    def hosts(self) -> dict[str, Admitted]:
+    def hosts(self) -> dict[str, AdmittedHost]:
         """All that are let in, the head first."""
         return {self._head.host: self._head, **self._joined}
 
@@ -43,7 +43,7 @@ class HostUsers:
             for name, words in _users(host, on=False)
         ]
 
-    def remember(self, host: Admitted) -> None:
+    def remember(self, host: AdmittedHost) -> None:
         """Puts a host on record. Refused: another has its name, or it cannot be a user's."""
         known = self.hosts.get(host.host)
         if known is not None and known.passwords != host.passwords:
@@ -80,7 +80,7 @@ class HostUsers:
             if name not in self.hosts:
                 await self.let_out(owner, name)
 
-    async def let_in(self, owner: State, host: Admitted) -> None:
+    async def let_in(self, owner: State, host: AdmittedHost) -> None:
         """Makes the users of one."""
         for name, words in _users(host, on=True):
             await _asked(owner, "ACL", "SETUSER", name, *words)
@@ -105,7 +105,7 @@ class HostUsers:
         return any(name not in known for name, _ in _users(self._head, on=True))
 
 
-def _users(host: Admitted, on: bool) -> Iterable[tuple[str, list[str]]]:
+def _users(host: AdmittedHost, on: bool) -> Iterable[tuple[str, list[str]]]:
     return [
         (redis_user(role, host.host), rights.rules(role, host.host, digest, on))
         for role, digest in sorted(host.passwords.items())

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.state.pool.workers.names import agent
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
 PREFIX = "gpu_"  # of an agent's figures, each a table by worker
 GIB = 1 << 30
 
 
-def figures(worker: Worker, stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def figures(worker: WorkerRow, stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What the agent of its host tells of a worker's GPU, by name; nothing for a CPU slot. `stats`
     are those of the live processes, by name.
     """

@@ -11,7 +11,7 @@ from common.mesh.transport.address import endpoint_of
 from common.state.pool.placing.snapshot import LEFT
 from common.state.pool.placing.taking import ALL
 from common.state.pool.workers.names import PLACED
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 from common.state.redis.client import State
 from common.state.registry import Entry
 from meshrl.directory.joined import JoinedHost, joined_hosts
@@ -85,7 +85,7 @@ def _row(
     head: bool,
     entry: Entry | None,
     about: JoinedHost | None,
-    workers: list[Worker],
+    workers: list[WorkerRow],
     residents: list[str],
     processes: list[str],
     services: list[str],

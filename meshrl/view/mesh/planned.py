@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from common.mesh.process.supervision.ended import Ended
+from common.mesh.process.supervision.ended import LastEnd
 from common.state.jobs import JobRow
 from common.state.pool.demand.asking import need_of
 from common.state.pool.demand.needs import Need
-from common.state.pool.placing.snapshot import Host
+from common.state.pool.placing.snapshot import PoolHost
 from common.state.pool.placing.taking import nowhere, refusal
 from common.state.pool.store.store import host_of
 from common.state.pool.workers.names import (
@@ -66,7 +66,7 @@ def _unsettled(
     gang: Gang,
     resident: Resident,
     entries: Mapping[str, Entry],
-    ended: Mapping[str, Ended],
+    ended: Mapping[str, LastEnd],
     now_ms: float,
 ) -> Iterator[Late]:
     since_ms = now_ms - resident.changed_ms
@@ -104,8 +104,8 @@ def _missing(
     name: str,
     job: JobRow,
     entries: Mapping[str, Entry],
-    ended: Mapping[str, Ended],
-    hosts: Sequence[Host],
+    ended: Mapping[str, LastEnd],
+    hosts: Sequence[PoolHost],
     now_ms: float,
 ) -> Iterator[Late]:
     last = entries.get(name)
@@ -125,7 +125,7 @@ def _missing(
         yield Late(agent(host), what, since_ms / 1000, reason, job.id, alone)
 
 
-def _untaken(hosts: Sequence[Host], kind: str, need: Need) -> str:
+def _untaken(hosts: Sequence[PoolHost], kind: str, need: Need) -> str:
     """Why no host that is there takes a service; empty when one does."""
     up = [host for host in hosts if host.alive and not host.draining]
     fits = any(not refusal(host, kind, need) for host in up)
@@ -133,7 +133,7 @@ def _untaken(hosts: Sequence[Host], kind: str, need: Need) -> str:
 
 
 def _nowhere(
-    job: JobRow, placed: Collection[str], hosts: Sequence[Host], now_ms: float
+    job: JobRow, placed: Collection[str], hosts: Sequence[PoolHost], now_ms: float
 ) -> Iterator[Late]:
     """What is on no host, as none that takes it is there."""
     since_ms = now_ms - (job.held_ms or job.progress_ms)

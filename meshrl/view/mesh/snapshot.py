@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.mesh.process.supervision import ended
-from common.mesh.process.supervision.ended import Ended
+from common.mesh.process.supervision.ended import LastEnd
 from common.state import jobs, leader, registry
 from common.state.jobs import JobRow
 from common.state.pool.placing.snapshot import Move
 from common.state.pool.store import store as pool
 from common.state.pool.store.explained import Explained, explained_of
-from common.state.pool.workers.rows import Gang, Resident, Worker
+from common.state.pool.workers.rows import Gang, Resident, WorkerRow
 from common.state.redis.client import State, server_ms
 from common.state.redis.keys import PLANNER
 from common.state.registry import Entry
@@ -28,7 +28,7 @@ class MeshSnapshot:
     What `read_troubles` adds is empty in a snapshot without it.
     """
 
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
     gangs: tuple[Gang, ...] = ()
     entries: Sequence[Entry] = ()
     jobs: Sequence[JobRow] = ()
@@ -39,7 +39,7 @@ class MeshSnapshot:
     steps: Mapping[str, Rows] = field(default_factory=dict)  # last rows, by job
     # -- of `read_troubles`
     leader: str = ""  # process that leads the planners; empty: none does
-    ended: Sequence[Ended] = ()
+    ended: Sequence[LastEnd] = ()
     services: tuple[tuple[str, str], ...] = ()  # (host, shard or sandbox that it is to run)
     draining: Mapping[str, str] = field(default_factory=dict)  # host -> why
 

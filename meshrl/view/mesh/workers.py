@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.state.pool.workers.names import role_process
-from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier, WorkerRow
 from meshrl.view.mesh import gpus
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
@@ -78,14 +78,14 @@ def worker_sums(mesh: MeshSnapshot, job: str) -> WorkerSums:
     return WorkerSums(len(busy), max(0, idle - IDLE_SHOWN))
 
 
-def _residents(worker: Worker, gang: Gang | None) -> Iterator[Resident]:
+def _residents(worker: WorkerRow, gang: Gang | None) -> Iterator[Resident]:
     if gang is not None:
         rank = gang.workers.index(worker.id)
         yield from (resident for resident in gang.residents if rank in resident.ranks)
 
 
 def _line(
-    worker: Worker, gang: Gang, resident: Resident, stats: Mapping[str, Mapping[str, Any]]
+    worker: WorkerRow, gang: Gang, resident: Resident, stats: Mapping[str, Mapping[str, Any]]
 ) -> WorkerLine:
     rank = gang.workers.index(worker.id)
     report = resident.reports.get(rank)

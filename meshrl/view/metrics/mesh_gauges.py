@@ -12,7 +12,7 @@ from typing import Any
 
 from common.state import steps
 from common.state.jobs import COUNTS, JobRow
-from common.state.pool.workers.rows import Gang, Role, Worker
+from common.state.pool.workers.rows import Gang, Role, WorkerRow
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh import hosts
@@ -127,7 +127,7 @@ def _workers(mesh: MeshSnapshot) -> Rows:
     return [((state,), states[state]) for state in (BUSY, IDLE, AWAY)]
 
 
-def _state(worker: Worker) -> str:
+def _state(worker: WorkerRow) -> str:
     if not worker.alive:
         return AWAY
     return BUSY if worker.gang else IDLE

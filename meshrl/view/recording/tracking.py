@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 
 Values = dict[str, float]
 Rows = list[dict[str, Any]]  # of a table, all with the same keys
@@ -151,7 +151,7 @@ TRACKERS: dict[str, Callable[[dict[str, Any]], RunTracker]] = {
 }
 
 
-def serve(name: str, channel: Channel) -> None:
+def serve(name: str, channel: ChildChannel) -> None:
     """Shows figures until the parent closes the channel; each frame is answered when it has been
     shown.
     """
@@ -173,6 +173,6 @@ def serve(name: str, channel: Channel) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], Channel.from_env())
+    serve(sys.argv[1], ChildChannel.from_env())
     sys.stdout.flush()
     os._exit(0)  # a package's threads and exit handlers do not hold the run's end up

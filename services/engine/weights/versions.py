@@ -16,7 +16,7 @@ from common.weights.layout.images import Image
 from common.weights.receive import Receiver
 from common.weights.ways.bringing import Bringing
 from common.weights.ways.collective import Collective
-from common.weights.ways.peer import Pulled
+from common.weights.ways.peer import PullPath
 
 TRIES = 5  # a version that was damaged each time it was written: the disk does it
 # For a trainer that does not answer, because it is being started, or cannot write it again. One
@@ -29,7 +29,7 @@ class Versions:
         """`how`: the ways that it may take, `rollout.weights`."""
         self._mesh, self._job, self._trainer = mesh, job, mesh.ref(f"trainer/{job}")
         bulk = BulkClient(mesh)
-        self.bringing = Bringing(mesh, [Pulled(mesh, bulk), Collective(mesh, job)], how)
+        self.bringing = Bringing(mesh, [PullPath(mesh, bulk), Collective(mesh, job)], how)
         self._receiver = Receiver(mesh, bulk, self.bringing, follows=True)
         self._lacking, self._since, self._tries = "", 0.0, 0
         self.pulls, self.pull_s = 0, 0.0  # what has been received, and the last one's seconds

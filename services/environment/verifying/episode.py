@@ -31,7 +31,7 @@ from verifiers.v1.graph import PendingTurn
 
 from common.base.errors import MeshError
 from common.environment.numbers import finite_number
-from common.model.chat.chat import Chat, Conversation, Reply
+from common.model.chat.chat import Chat, ChatConversation, Reply
 
 Action = list[Any]
 CLOSE_S = 10.0  # for what an environment does when its trajectory is given up
@@ -54,7 +54,7 @@ class Episode:
 
     def __init__(self, env: Env, chat: Chat, context: ModelContext, traces: dict[str, Any]) -> None:
         self._env, self._chat, self._context, self._traces = env, chat, context, traces
-        self._conversation: Conversation | None = None
+        self._conversation: ChatConversation | None = None
         self._task: asyncio.Task[float] | None = None
         self._asked: asyncio.Future[list[int]] | None = None  # ids that a request has added
         self._sampled: asyncio.Future[list[int]] | None = None  # the turn that answers it

@@ -27,9 +27,15 @@ from common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
 from common.hardware.gpus.visible import CUDA
 from common.mesh.process.ends.failure import Failure, end_of
 from common.mesh.process.handle import Child
-from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.ended import EndReport, Reports
 from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import NO_START, ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import (
+    NO_START,
+    ChildEnd,
+    ChildSpec,
+    Hooks,
+    Supervisor,
+)
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs, registry
 from common.state.pool.workers.rows import Budget, Doing, Tier
@@ -203,7 +209,7 @@ class RoleProcess(Hooks):
             failure = Failure.of(error)
             self._enter(Doing.FAILED, f"{self.name} cannot be started: {failure}")
             self._not_before = self._now() + TRY_AGAIN_S
-            end = End(NO_START, "it cannot be started", failure, final=failure.fatal)
+            end = ChildEnd(NO_START, "it cannot be started", failure, final=failure.fatal)
             await self._report(end)
 
     async def _check_gpu(self) -> None:
@@ -391,7 +397,7 @@ class RoleProcess(Hooks):
 
     # What the supervisor tells
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         await self._leases.evict(child)
         self.up, self._settled, self.tier = False, None, Tier.ABSENT
         self._trouble_since = None
@@ -407,10 +413,10 @@ class RoleProcess(Hooks):
                 late = child.pid == self._late
                 await self._report(replace(end, failure=LATE) if late else end)
 
-    async def _report(self, end: End) -> None:
+    async def _report(self, end: ChildEnd) -> None:
         """An error that no restart mends ends the job, and so does any that comes for ever."""
         job, log = self.wish.resident.job, str(self._log)
-        report = Report(self.name, end.code, end.why, end.failure, job, end.final, log=log)
+        report = EndReport(self.name, end.code, end.why, end.failure, job, end.final, log=log)
         await self._reports.tell(replace(report, ran_s=end.ran_s))
 
     def lease_expired(self, child: Child) -> bool:

@@ -13,7 +13,14 @@ from collections.abc import Awaitable, Callable
 
 from common.api.node import Worker
 from common.api.worker.stats import TurnStats
-from common.api.worker.turns import EndResident, GiveBack, GivenBack, ResidentEnded, TakeTurn, Turn
+from common.api.worker.turns import (
+    EndResident,
+    GangTurn,
+    GiveBack,
+    GivenBack,
+    ResidentEnded,
+    TakeTurn,
+)
 from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
 from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh
@@ -70,7 +77,7 @@ class TurnKeeper:
         self._order.gone(resident)
         self._go_on()
 
-    async def take(self, request: TakeTurn) -> Turn:
+    async def take(self, request: TakeTurn) -> GangTurn:
         """Returns when the turn is granted. NotThere: the record does not have the resident at that
         generation (yet). Whoever stops waiting loses its place.
         """
@@ -94,7 +101,7 @@ class TurnKeeper:
         finally:
             if self._answers.get(key) is answer:
                 del self._answers[key]
-        return Turn(request.ticket, held.until - self._mesh.clock.monotonic())
+        return GangTurn(request.ticket, held.until - self._mesh.clock.monotonic())
 
     def give_back(self, request: GiveBack) -> GivenBack:
         """Ends the turn and all earlier requests of that process."""
@@ -233,7 +240,7 @@ class KeepsTurns(Actor):
     turns: TurnKeeper
 
     @call(Worker.take_turn)
-    async def take_turn(self, request: TakeTurn) -> Turn:
+    async def take_turn(self, request: TakeTurn) -> GangTurn:
         return await self.turns.take(request)
 
     @call(Worker.give_back)

@@ -11,11 +11,11 @@ from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import FailJob, Why
 from common.state.pool.placing.fitting import fitted, never_fits_on, too_far_apart, too_large
 from common.state.pool.placing.snapshot import Snapshot
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 
 
 def shortfalls(
-    snapshot: Snapshot, counted: Sequence[Worker], before: Mapping[str, int]
+    snapshot: Snapshot, counted: Sequence[WorkerRow], before: Mapping[str, int]
 ) -> tuple[dict[str, int], list[FailJob]]:
     """Since when which jobs have been without a mesh that they could ever run on, and those that
     fail for it now. `counted` are the workers that a job may wait for, `before` the last look's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from common.state.pool.demand.needs import Need, PlannedJob
-from common.state.pool.placing.snapshot import LEFT, Host, Snapshot
+from common.state.pool.placing.snapshot import LEFT, PoolHost, Snapshot
 from common.state.pool.placing.taking import nowhere, refusal
 from common.state.pool.workers.names import TAKEN, service
 from services.planner.admission.sharing import started
@@ -26,7 +26,7 @@ class Takers:
         kind, job, _ = service(name)
         return self._of(kind, self._needs[job])
 
-    def keeps(self, host: Host, name: str) -> bool:
+    def keeps(self, host: PoolHost, name: str) -> bool:
         """Whether a service may stay where it is: a host that is there again with other options, or
         with less isolation, has it no more.
         """

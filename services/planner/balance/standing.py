@@ -11,7 +11,7 @@ from typing import Any
 
 from common.state.pool.demand.measured import Curve
 from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Finish
+from common.state.pool.placing.decisions import FinishMove
 from services.planner.balance import triggers
 from services.planner.balance.watch import SplitWatch
 from services.planner.forecast.accounts import StepMark, Window
@@ -176,7 +176,7 @@ def curves_of(job: PlannedJob, watch: SplitWatch) -> Sequence[Curve]:
 
 def _under_way(draft: Draft) -> set[str]:
     """The gangs of moves that are not complete."""
-    told = {d.move.id for d in draft.decisions if isinstance(d, Finish)}
+    told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
     return {one.gang for one in draft.snapshot.moves if one.id not in told}
 
 
@@ -184,7 +184,7 @@ def _took(decisions: Iterable[Any], job: str, now_ms: int) -> list[float]:
     return [
         (now_ms - one.move.started_ms) / 1000
         for one in decisions
-        if isinstance(one, Finish) and not one.undone and one.move.back.get("job") == job
+        if isinstance(one, FinishMove) and not one.undone and one.move.back.get("job") == job
     ]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from common.state.pool.demand.measured import FIELDS, Measured, Work
+from common.state.pool.demand.measured import FIELDS, Measured, MeasuredWork
 
 # A window lasts so long at least: processes tell their counts with each renewal of their leases,
 # every 1.5 s, and not at the same moment.
@@ -27,14 +27,16 @@ KEPT = 16  # processes of a job that are remembered: one that was away for a mom
 class Account:
     """Of one job."""
 
-    last: Mapping[str, Work] = field(default_factory=dict)  # by process, as it was seen last
-    total: Work = field(default_factory=Work)
+    last: Mapping[str, MeasuredWork] = field(
+        default_factory=dict
+    )  # by process, as it was seen last
+    total: MeasuredWork = field(default_factory=MeasuredWork)
 
     def credited(self, measured: Measured) -> Account:
         """The account after another look."""
         total, last = self.total, dict(self.last)
         for source, work in measured.work.items():
-            before = last.pop(source, Work())
+            before = last.pop(source, MeasuredWork())
             if work != before:
                 total = total + (work - before)
             last[source] = work
@@ -61,7 +63,7 @@ class StepMark:
 
     step: int
     ms: int
-    total: Work
+    total: MeasuredWork
 
     def document(self) -> list[Any]:
         """It as JSON has it."""
@@ -79,7 +81,7 @@ class Window:
 
     steps: int
     seconds: float
-    work: Work
+    work: MeasuredWork
 
     def long(self, steps: int) -> bool:
         """Whether it has so many steps, and lasts long enough for its counts to belong together."""
@@ -91,7 +93,7 @@ class Window:
         return stepping_s(self.work) / self.steps
 
 
-def stepping_s(work: Work) -> float:
+def stepping_s(work: MeasuredWork) -> float:
     """Seconds in which steps went on, less what they waited for an evaluation."""
     return work.busy_s + work.wait_s - work.held_s
 
@@ -150,7 +152,7 @@ def between(first: StepMark, last: StepMark) -> Window | None:
     return Window(steps, seconds, last.total - first.total)
 
 
-def packed(work: Work) -> list[float]:
+def packed(work: MeasuredWork) -> list[float]:
     """Its figures in the order of their names, to the microsecond, without zeros at the end."""
     found = [round(getattr(work, name), 6) for name in FIELDS]
     while found and not found[-1]:
@@ -158,6 +160,6 @@ def packed(work: Work) -> list[float]:
     return found
 
 
-def unpacked(row: list[float]) -> Work:
+def unpacked(row: list[float]) -> MeasuredWork:
     """What `packed` made."""
-    return Work(*row)
+    return MeasuredWork(*row)

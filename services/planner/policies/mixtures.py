@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.hardware.profiles import kind_of
-from common.state.pool.demand.measured import Work
+from common.state.pool.demand.measured import MeasuredWork
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import Why
 from common.state.pool.workers.rows import Apart, Tier
@@ -41,7 +41,7 @@ class Mixture:
     profiled: bool = False  # whether by what ranks have measured,
     sampled: bool = False  # and of lengths that were sampled
     observed: Mapping[tuple[int, ...], float] = field(default_factory=dict)  # by `Apart.told`
-    window: tuple[str, Work] | None = None  # the process and what it had done when it began
+    window: tuple[str, MeasuredWork] | None = None  # the process and what it had done when it began
     changes: int = 0
     why: str = ""
     begun: bool = False  # there has been a core: whoever repeats its steps divides as it did
@@ -90,7 +90,7 @@ class Mixture:
             document["profiled"],
             document["sampled"],
             {tuple(key): rate for key, rate in document["observed"]},
-            window and (window[0], Work(**dict(zip(COUNTED, window[1:], strict=True)))),
+            window and (window[0], MeasuredWork(**dict(zip(COUNTED, window[1:], strict=True)))),
             document["changes"],
             document["why"],
             document["begun"],
@@ -261,5 +261,5 @@ def _told(apart: Apart | None) -> list[int] | None:
     return apart.told() if apart is not None else None
 
 
-def _counted(work: Work) -> list[float]:
+def _counted(work: MeasuredWork) -> list[float]:
     return [getattr(work, name) for name in COUNTED]

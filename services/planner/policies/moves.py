@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Finish, Why
+from common.state.pool.placing.decisions import FinishMove, Why
 from common.state.pool.placing.snapshot import Move
 from common.state.pool.workers.rows import Doing, Role
 from services.planner.pool.draft import Draft
@@ -82,7 +82,7 @@ def finish(draft: Draft) -> None:
 def abandon(draft: Draft) -> None:
     """Says of the other moves whose resident has left by now that they came to nothing."""
     seats = _seats(draft)
-    told = {d.move.id for d in draft.decisions if isinstance(d, Finish)}
+    told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
     for under_way in draft.snapshot.moves:
         if under_way.id not in told and under_way.id not in seats:
             _tell(draft, under_way, "who was to arrive has left")
@@ -136,4 +136,4 @@ def _tell(draft: Draft, under_way: Move, undone: str) -> None:
     if undone:
         details["reason"] = undone
     why = Why(details.get("policy", "move"), under_way.back.get("job", ""))
-    draft.decide(Finish(under_way, bool(undone), details, why))
+    draft.decide(FinishMove(under_way, bool(undone), details, why))

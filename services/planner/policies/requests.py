@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import Decline, Why
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.workers.names import service
 from common.state.pool.workers.rows import Role
 from services.planner.admission.sharing import PoolDivision
@@ -45,7 +45,7 @@ def answer(
     return aside
 
 
-def _drain(draft: Draft, request: Request, takers: Takers) -> None:
+def _drain(draft: Draft, request: PoolRequest, takers: Takers) -> None:
     """A drain is settled when nobody is left on the host, and no shard or sandbox that another host
     could have.
     """
@@ -60,7 +60,7 @@ def _drain(draft: Draft, request: Request, takers: Takers) -> None:
         draft.decide(Decline(request.op, "", Why("drain", "", {"host": request.host})))
 
 
-def _job_of(request: Request, jobs: list[PlannedJob]) -> PlannedJob | None:
+def _job_of(request: PoolRequest, jobs: list[PlannedJob]) -> PlannedJob | None:
     """The job that a request is about: the one that it names, or else the only one."""
     if request.job:
         return next((job for job in jobs if job.id == request.job), None)
@@ -69,7 +69,7 @@ def _job_of(request: Request, jobs: list[PlannedJob]) -> PlannedJob | None:
 
 def _refusal(
     draft: Draft,
-    request: Request,
+    request: PoolRequest,
     job: PlannedJob | None,
     division: PoolDivision,
     presence: Presence,
@@ -109,7 +109,7 @@ def _refusal(
 
 
 def _grant(
-    draft: Draft, request: Request, job: PlannedJob | None, aside: frozenset[str]
+    draft: Draft, request: PoolRequest, job: PlannedJob | None, aside: frozenset[str]
 ) -> frozenset[str]:
     worker, role = request.worker, Role(request.role)
     there = draft.awake_on(worker)
@@ -142,7 +142,7 @@ def _grant(
     return aside - {worker}
 
 
-def _becomes_engine(draft: Draft, request: Request, job: PlannedJob) -> bool:
+def _becomes_engine(draft: Draft, request: PoolRequest, job: PlannedJob) -> bool:
     """Whether a worker is to be in an engine of several, and is in none of the job yet."""
     there = [s for s in draft.awake_on(request.worker) if s.resident.job == job.id]
     serves = any(seated.resident.role == Role.ROLLOUT for seated in there)

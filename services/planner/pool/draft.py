@@ -10,14 +10,14 @@ from typing import Any
 from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove, Why
 from common.state.pool.placing.snapshot import Move, Snapshot
 from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Apart, Gang, Resident, Role, Worker
+from common.state.pool.workers.rows import Apart, Gang, Resident, Role, WorkerRow
 from services.planner.pool.team import Seated, Team
 
 
 class Draft:
     """The pool as it will be when all that is decided so far is done."""
 
-    def __init__(self, snapshot: Snapshot, usable: Iterable[Worker]) -> None:
+    def __init__(self, snapshot: Snapshot, usable: Iterable[WorkerRow]) -> None:
         self.snapshot = snapshot
         self.decisions: list[Decision] = []
         self.workers = {worker.id: worker for worker in snapshot.workers}

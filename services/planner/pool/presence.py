@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from common.state.pool.placing.snapshot import LEFT, Snapshot
 from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Presence:
     back: tuple[str, ...]  # hosts that had vanished, and are there again
     draining: frozenset[str]  # hosts
     takes: tuple[str, ...]  # hosts that something new may be placed on
-    usable: tuple[Worker, ...]  # those that jobs may have: not lost, aside, or on such a host
-    counted: tuple[Worker, ...]  # those that a job may wait for: all that are not gone
+    usable: tuple[WorkerRow, ...]  # those that jobs may have: not lost, aside, or on such a host
+    counted: tuple[WorkerRow, ...]  # those that a job may wait for: all that are not gone
 
 
 def present(snapshot: Snapshot, memory: PoolAbsences) -> Presence:

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.base.errors import ConfigError, MeshError, PeerLost
 from common.mesh.process.ends.failure import end_of
 from common.mesh.process.handle import Child
-from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.ended import EndReport, Reports
 from common.mesh.runtime.mesh import Mesh
 
 KILLED = -9
@@ -39,7 +39,7 @@ class EnvironmentEnds:
         code = await child.wait(ENDING_S) if isinstance(error, PeerLost) else child.poll()
         if code is None:  # it runs, and is killed for what it does not do
             why = f"it was killed: {error}"
-            await self._tell(Report(child.name, KILLED, why, log=str(log), charged=False))
+            await self._tell(EndReport(child.name, KILLED, why, log=str(log), charged=False))
             return EnvironmentLost(f"environment process {child.name}: {error}")
         failure = self._mesh.host.failure_of(child.pid, log, code) if code else None
         why = f"signal {-code}" if code < 0 else f"exit status {code}"
@@ -47,14 +47,14 @@ class EnvironmentEnds:
         # A crash fails the trajectories that were in it, whose number is bounded (`Failures`).
         charged = failure is not None
         await self._tell(
-            Report(child.name, code, why, failure, final=final, log=str(log), charged=charged)
+            EndReport(child.name, code, why, failure, final=final, log=str(log), charged=charged)
         )
         if failure is not None and failure.fatal:
             return ConfigError(failure.text, where=failure.where, fix=failure.fix)
         said = str(failure) if failure is not None else f"{why}; its log ends: {end_of(log)}"
         return EnvironmentLost(f"environment process {child.name} ended: {said}")
 
-    async def _tell(self, report: Report) -> None:
+    async def _tell(self, report: EndReport) -> None:
         await self._reports.tell(replace(report, job=self._job))
 
     def stop(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.base.clock import Clock
-from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.ended import EndReport, Reports
 from common.state.redis.client import State
 
 TELL_S = 5.0  # between two events of one name
@@ -62,7 +62,7 @@ class ToldEnds(Ends):
             while self._seen:
                 seen, self._seen = self._seen, {}
                 for name, end in seen.items():
-                    report = Report(
+                    report = EndReport(
                         f"{name} of {self._of}",
                         end.code,
                         end.why,

@@ -22,7 +22,7 @@ from typing import Any
 import msgpack
 
 from common.job.bundle.authored import beginning_of, place_of, placed
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 
 OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # as in common.api.sandbox, which imports numpy
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
@@ -173,7 +173,7 @@ def shown_error(error: BaseException) -> str:
 
 
 def main() -> None:
-    channel = Channel.from_env()
+    channel = ChildChannel.from_env()
     channel.move_above(CHANNEL_ABOVE)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     pid = os.getpid()

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from common.mesh.runtime.mesh import Mesh
-from common.state.pool.demand.measured import Work
+from common.state.pool.demand.measured import MeasuredWork
 from services.trainer.arithmetic.stats import update_metrics
 from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.core.committing import EVALUATION
@@ -27,9 +27,9 @@ class StepCounters:
         self.held_s = 0.0  # of busy_s: waited for evaluations
         self._began: tuple[float, ...] = ()  # what the clocks said when the step began
 
-    def work(self, gradients: Gradients) -> Work:
+    def work(self, gradients: Gradients) -> MeasuredWork:
         """Return the sums as a process publishes them."""
-        return Work(
+        return MeasuredWork(
             steps=self.steps,
             busy_s=self.busy_s,
             wait_s=self.wait_s,

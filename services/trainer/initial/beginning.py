@@ -22,7 +22,7 @@ from common.job.bundle.authored import beginning_of, place_of, placed
 from common.job.bundle.job_data import JobData
 from common.job.bundle.model_shape import model_config
 from common.model.architecture.config import ModelConfig
-from common.model.files.rows import Beginning, Drawn, Stored, begin
+from common.model.files.rows import Beginning, Drawn, StoredRows, begin
 from common.model.network.decoder import Decoder
 from common.model.tokens.tokenizer import Tokenizer
 from kernels.build import TRAINING, library
@@ -66,7 +66,7 @@ def outlined(data: JobData) -> tuple[Decoder, Beginning]:
     config, shape = data.config, model_config(data)
     beginning: Beginning
     if config.model.path:
-        beginning = Stored(data.bundle / config.model.path, shape)
+        beginning = StoredRows(data.bundle / config.model.path, shape)
     else:
         beginning = Drawn(shape, config.seed)
     with torch.device("meta"):

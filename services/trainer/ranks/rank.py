@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from common.api.ranks import Meeting
 from common.base.errors import RankLost, Refused
-from common.mesh.process.peers import End, client_hosts, foreign_clients, listeners
+from common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
 from common.weights.ways.meeting import store_at
 from services.trainer.arithmetic.gradient_sum import GradientSum
 from services.trainer.arithmetic.learner import Learner
@@ -75,7 +75,7 @@ def join_group(
     return group
 
 
-def refuse_strangers(meeting: Meeting, rank: int, places: Set[End]) -> None:
+def refuse_strangers(meeting: Meeting, rank: int, places: Set[SocketEnd]) -> None:
     """RankLost when somebody is connected who is no rank, as far as the kernel can tell."""
     if strangers := foreign_clients(places):
         raise RankLost(
@@ -91,12 +91,12 @@ def refuse_strangers(meeting: Meeting, rank: int, places: Set[End]) -> None:
         )
 
 
-def _listening(door: socket.socket | None) -> Set[End]:
+def _listening(door: socket.socket | None) -> Set[SocketEnd]:
     """Where this process listens but for the door of a meeting."""
     if door is None:
         return listeners()
     host, port = door.getsockname()[:2]
-    return listeners() - {End(ip_address(host), port)}
+    return listeners() - {SocketEnd(ip_address(host), port)}
 
 
 def leave_group() -> None:

@@ -13,7 +13,7 @@ import torch
 from common.api.weights import Manifest, Tensor
 from common.job.bundle.job_data import JobData
 from common.model.architecture.config import ModelConfig
-from common.model.files.rows import Stored
+from common.model.files.rows import StoredRows
 from common.model.files.safetensors_file import DTYPES
 from common.model.network.lora import is_adapter, load_adapter
 from common.weights.layout.manifest import by_chunk
@@ -38,7 +38,7 @@ class Rebuilding:
         if like:  # beside the merged model, unless it is what the job was given
             own = directory / BASE
             model = own if own.is_dir() else data.bundle / data.config.model.path
-        self._stored = Stored(model, config)
+        self._stored = StoredRows(model, config)
 
     def content(self, digest: str) -> memoryview:
         """What that chunk of the manifest should hold; another digest: it does not."""

@@ -21,10 +21,10 @@ from common.model.files.source import BATCH_BYTES
 from common.model.network.lora import is_adapter
 from common.state.pool.demand.asking import unhelped
 from common.weights.bulk.port import BulkClient
-from common.weights.delta.sending import Deltas
+from common.weights.delta.sending import DeltaSender
 from common.weights.layout.laying import Laid, laying, slices
 from common.weights.layout.manifest import packed
-from common.weights.staging import Version, assembled, keep
+from common.weights.staging import StagedVersion, assembled, keep
 from common.weights.store.weight_store import get, put
 from services.trainer.gang.compute import Compute
 from services.trainer.rows.recutting import Recutting
@@ -64,7 +64,7 @@ class Publisher:
     def __init__(self, mesh: Mesh, data: JobData, compute: Compute) -> None:
         self._mesh, self._data, self._compute = mesh, data, compute
         self._bulk = BulkClient(mesh)
-        self._deltas = Deltas(mesh, self._bulk, data.id, data.config.training)
+        self._deltas = DeltaSender(mesh, self._bulk, data.id, data.config.training)
         self._dtype = PUBLISHED[data.config.rollout.dtype]
         self._types: frozenset[str] = frozenset()  # of the current version, with its base
         self._base_types: tuple[str, frozenset[str]] = "", frozenset()  # of one, by its manifest
@@ -117,7 +117,7 @@ class Publisher:
         every = (await self._manifest(manifest, alone=False)).tensors
         return frozenset(one.dtype for one in every if not (model and is_adapter(one.name)))
 
-    async def stage(self, lineage: int, version: int, before: str) -> Version:
+    async def stage(self, lineage: int, version: int, before: str) -> StagedVersion:
         """Makes a version of the weights as they are now durable; `before` is the digest of the
         manifest of another version of the same base, or empty.
         """
@@ -126,7 +126,7 @@ class Publisher:
         await self._deltas.begin(Base(lineage, version, staged.digest))
         return staged
 
-    async def laid(self, lineage: int, version: int, before: str) -> Version:
+    async def laid(self, lineage: int, version: int, before: str) -> StagedVersion:
         """The same, before the store is told to keep it."""
         lora = self._data.config.lora
         base = await self._base(before) if before and lora.rank else None

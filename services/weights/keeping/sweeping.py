@@ -41,7 +41,7 @@ GONE = "expired-"  # begins the name of a directory that is being removed
 
 
 @dataclass(frozen=True)
-class Pace:
+class SweepPace:
     """How often a store is swept, and how soon what it needs no more goes."""
 
     sweep_s: float = SWEEP_S
@@ -69,7 +69,7 @@ class Sweeper:
         deltas: DeltaSets,
         manifest: Callable[[str], Awaitable[Manifest]],
         forget: Callable[[str], None],
-        pace: Pace,
+        pace: SweepPace,
     ) -> None:
         self._mesh, self._chunks, self._records = mesh, chunks, records
         self._pace = pace

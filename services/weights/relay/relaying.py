@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from common.api.weights import Pair
+from common.api.weights import ChunkOrigin
 from services.weights.relay.swarm import Seeker, Swarm
 
 COPIES = 2  # of a chunk that leave the source, while hosts hold it that pass it on
@@ -25,9 +25,9 @@ SECOND = 1 << 20  # rank of a copy of what others have: after everything else
 Rank = tuple[int, int]  # what comes first is less
 
 
-def assign(swarm: Swarm, name: str, room: int, now: float) -> list[Pair]:
+def assign(swarm: Swarm, name: str, room: int, now: float) -> list[ChunkOrigin]:
     """What a process of the swarm is to fetch now: `room` chunks at most, on their way then."""
-    found: list[Pair] = []
+    found: list[ChunkOrigin] = []
     while len(found) < room and (pair := _next(swarm, swarm.seekers[name], now)) is not None:
         swarm.sends(name, pair.chunk, pair.source, now)
         found.append(pair)
@@ -39,7 +39,7 @@ def again_s(swarm: Swarm) -> float:
     return min(max(swarm.usual_s / 4, SOONEST_S), LATEST_S)
 
 
-def _next(swarm: Swarm, seeker: Seeker, now: float) -> Pair | None:
+def _next(swarm: Swarm, seeker: Seeker, now: float) -> ChunkOrigin | None:
     """The rarest chunk that the process lacks and that somebody may send it now."""
     there = _Traffic(swarm, seeker, now)
     offers = [o for chunk in there.lacking() if (o := there.offer(chunk)) is not None]
@@ -82,7 +82,7 @@ class _Traffic:
                 if looked_at == LOOKED_AT:
                     return
 
-    def offer(self, chunk: str) -> tuple[Rank, Pair] | None:
+    def offer(self, chunk: str) -> tuple[Rank, ChunkOrigin] | None:
         """From whom the process may have a chunk now, and how that ranks."""
         swarm, seeker = self._swarm, self._seeker
         peers = [
@@ -95,12 +95,12 @@ class _Traffic:
         rarity = len(peers) + self._coming[chunk]
         if free := [peer for peer in peers if self._free(peer)]:
             peer = min(free, key=self._sent.__getitem__)
-            return (1 + self._sent[peer], rarity), Pair(chunk, peer)
+            return (1 + self._sent[peer], rarity), ChunkOrigin(chunk, peer)
         source = swarm.source
         doubted = bool(peers) and swarm.doubted(source, seeker.host, self._now)
         if doubted or not self._free(source) or not self._may_leave(chunk, rarity):
             return None
-        return (SECOND if rarity else 0, rarity), Pair(chunk, source)
+        return (SECOND if rarity else 0, rarity), ChunkOrigin(chunk, source)
 
     def _may_leave(self, chunk: str, rarity: int) -> bool:
         """Whether the source may send a chunk that no peer can send now."""

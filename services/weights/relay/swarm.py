@@ -22,7 +22,7 @@ LATELY = 4  # that tell how fast one host is: slow is who took long for each of 
 
 
 @dataclass(frozen=True)
-class Way:
+class ChunkTransfer:
     """A chunk on its way to a process, which was sent to `source` for it."""
 
     source: str
@@ -37,7 +37,7 @@ class Seeker:
     server: str
     lacking: dict[str, None]
     seen: float
-    ways: dict[str, Way] = field(default_factory=dict)  # by chunk
+    ways: dict[str, ChunkTransfer] = field(default_factory=dict)  # by chunk
     came_at: float = 0.0  # the last chunk
     took: deque[float] = field(default_factory=lambda: deque(maxlen=LATELY))  # seconds for a chunk
 
@@ -88,7 +88,7 @@ class Swarm:
 
     def sends(self, name: str, chunk: str, source: str, now: float) -> None:
         """A process is told to fetch a chunk from a source."""
-        self.seekers[name].ways[chunk] = Way(source, now)
+        self.seekers[name].ways[chunk] = ChunkTransfer(source, now)
         if source == self.source:
             self.copies[chunk] = self.copies.get(chunk, 0) + 1
         self._touch(chunk, now)

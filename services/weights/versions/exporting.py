@@ -15,9 +15,9 @@ from common.base.files.at_url import AtUrl, is_url, without_secrets
 from common.job.bundle.job_data import JobData
 from common.records.checkpoints import files_below
 from services.weights import export
-from services.weights.committed import Version
+from services.weights.committed import StoredVersion
 from services.weights.making import MARKER, making
-from services.weights.versions.known import Known, RunVersions
+from services.weights.versions.known import KnownVersions, RunVersions
 
 COPIES = "weights.copies"
 DIGITS = 8  # of a manifest, in the name of a directory
@@ -27,14 +27,14 @@ BEGUN = "meshrl.begun.json"  # at a URL: of which version the files there are, u
 OPENED_BY = ("config.json", "adapter_config.json")
 
 
-def to(run: RunVersions, version: Known, out: str, key: str = "--out") -> int:
+def to(run: RunVersions, version: KnownVersions, out: str, key: str = "--out") -> int:
     """Writes a version to a directory, where it is whole or not there, or to a URL, where the
     marker `meshrl.json` comes last; the bytes of its files. `key`: what named the place.
 
     Refused when something else lies there, ConfigError for a URL of no known kind. What an export
     to a URL that was cut off has left is gone on with.
     """
-    asked = Version(version.version, version.manifest)
+    asked = StoredVersion(version.version, version.manifest)
     if not is_url(out):
         export.write_one(run.run, asked, Path(out))
         return _bytes(Path(out))
@@ -86,7 +86,7 @@ def _remove_left(exports: Path) -> None:
             pass
 
 
-def copy(run: RunVersions, version: Known, place: str) -> dict[str, Any]:
+def copy(run: RunVersions, version: KnownVersions, place: str) -> dict[str, Any]:
     """Copies a version to a directory of its own below `place`, unless it is there; what is told
     of it, empty if it was.
     """

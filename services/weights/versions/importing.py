@@ -24,7 +24,7 @@ from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, ModelConfigSection
 from common.model.architecture.config import ModelConfig
 from common.model.files.checkpoint import load_config
-from common.model.files.rows import Stored
+from common.model.files.rows import StoredRows
 from common.model.files.safetensors_file import DTYPES
 from common.model.files.source import nbytes
 from common.model.network.decoder import Decoder
@@ -32,8 +32,8 @@ from common.model.tokens.tokenizer import companions
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.layout.laying import Chunk, Laying, Part, laying
 from common.weights.layout.manifest import packed
-from common.weights.staging import Version, assembled
-from services.weights.committed import Version as Committed
+from common.weights.staging import StagedVersion, assembled
+from services.weights.committed import StoredVersion as Committed
 from services.weights.export import fill
 from services.weights.keeping.records import JobVersions, record_path, write_record
 from services.weights.keeping.retention import Number
@@ -81,9 +81,9 @@ def _appear(made: Path, run: Path) -> None:
 
 def _stage(
     chunks: ChunkStore, job: str, directory: Path, config: ModelConfig, dtype: str
-) -> Version:
+) -> StagedVersion:
     """Version 0 in the store, some rows at a time: nobody holds the model whole."""
-    stored = Stored(directory, config)
+    stored = StoredRows(directory, config)
     with torch.device("meta"):
         model = Decoder(config, DTYPES[dtype])
     outline = dict(model.named_parameters())
@@ -135,7 +135,7 @@ def _describe(
     return document
 
 
-def _record(scratch: Path, run: Path, name: str, version: Version) -> None:
+def _record(scratch: Path, run: Path, name: str, version: StagedVersion) -> None:
     """Writes what a store and a recorder would have."""
     first = Number(0, 0)
     own = str(run.absolute())

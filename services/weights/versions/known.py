@@ -23,7 +23,7 @@ LEAST_DIGITS = 6  # of a manifest's digest, by which one may be named
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownVersions:
     """A version that the store has."""
 
     lineage: int
@@ -57,7 +57,7 @@ class RunVersions:
     job: str
     document: dict[str, Any]
     chunks: ChunkStore
-    versions: list[Known] = field(default_factory=list)
+    versions: list[KnownVersions] = field(default_factory=list)
     committed: dict[int, str] = field(default_factory=dict)  # manifests of the chain, by number
     best: str = ""  # manifest
     pins: dict[str, Pin] = field(default_factory=dict)
@@ -76,14 +76,14 @@ class RunVersions:
         found.versions = _known(found, _record(found))
         return found
 
-    def meant(self, word: str) -> Known:
+    def meant(self, word: str) -> KnownVersions:
         """The version that a person calls so: a number, LINEAGE/NUMBER, `last`, `best`, or the
         first digits of its manifest. ConfigError for what is no name of one, NotFound for one that
         is not there; both say which there are.
         """
         return self._one_of(self._called(word.strip()), word)
 
-    def _called(self, word: str) -> list[Known]:
+    def _called(self, word: str) -> list[KnownVersions]:
         if whole := [one for one in self.versions if one.manifest == word]:
             return whole
         if word == "last":
@@ -113,12 +113,12 @@ class RunVersions:
             f"{LEAST_DIGITS} or more digits of a manifest. {self._there()}",
         )
 
-    def for_good(self) -> list[Known]:
+    def for_good(self) -> list[KnownVersions]:
         """Those that stay for good, and the last one."""
         lasting = {"current", "best", "pinned", "weights.keep_every"}
         return [one for one in self.versions if lasting & set(one.why)]
 
-    def _one_of(self, found: list[Known], word: str) -> Known:
+    def _one_of(self, found: list[KnownVersions], word: str) -> KnownVersions:
         if not found:
             raise NotFound(f"{self.run} does not hold version {word}", fix=self._there())
         if len(found) > 1:
@@ -161,7 +161,7 @@ def _record(run: RunVersions) -> JobVersions:
     return record if own else JobVersions(run.job)
 
 
-def _known(run: RunVersions, record: JobVersions) -> list[Known]:
+def _known(run: RunVersions, record: JobVersions) -> list[KnownVersions]:
     named = {held["weights"]: path.stem for path, held in checkpoints(run.run)}
     digests = {*record.versions, *run.pins, *named, *run.committed.values(), run.best} - {""}
     manifests = {digest: one for digest in digests if (one := _manifest(run.chunks, digest))}
@@ -212,12 +212,12 @@ class _Reasons:
 
 def _described(
     run: RunVersions, digest: str, manifest: Manifest, reasons: _Reasons, users: Counter[str]
-) -> Known:
+) -> KnownVersions:
     chunks = sizes([manifest])
     kinds = Counter[str]()
     for piece in manifest.tensors:
         kinds[piece.dtype] += piece.size
-    return Known(
+    return KnownVersions(
         manifest.lineage,
         manifest.version,
         digest,

@@ -13,10 +13,10 @@ from functools import partial
 
 from common.base.errors import ConfigError
 from common.state.pool.demand.measured import kind_of
-from common.state.pool.placing.decisions import Decision, FailJob, Finish, Judge
-from common.state.pool.placing.snapshot import Host
+from common.state.pool.placing.decisions import Decision, FailJob, FinishMove, Judge
+from common.state.pool.placing.snapshot import PoolHost
 from common.state.pool.store.explained import PLANNED
-from common.state.pool.workers.rows import Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Resident, Role, Tier, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
@@ -147,7 +147,7 @@ class Cluster:
                 self.jobs[resident.job].gone(resident.id)
             self._begin(gang, resident)
         for one in decisions:
-            if isinstance(one, Finish) and one.why.rule in PLANNED:
+            if isinstance(one, FinishMove) and one.why.rule in PLANNED:
                 self.moves.append(SimChange(now_s, one.why.job, one.details))
             if isinstance(one, FailJob):
                 raise ConfigError(one.error, where=f"job {one.job}")
@@ -190,12 +190,12 @@ class Cluster:
 
 
 def _pool(hosts: Sequence[SimHosts], settings: PoolSettings) -> SimPool:
-    workers: list[Worker] = []
+    workers: list[WorkerRow] = []
     names: list[str] = []
     for one in hosts:
         for _ in range(one.count):
             names.append(f"host{len(names)}")
             for _ in range(one.accelerators):
                 number = len(workers)
-                workers.append(Worker(f"w{number}", names[-1], one.kind, number + 1))
-    return SimPool(tuple(workers), {name: Host(name) for name in names}, settings)
+                workers.append(WorkerRow(f"w{number}", names[-1], one.kind, number + 1))
+    return SimPool(tuple(workers), {name: PoolHost(name) for name in names}, settings)

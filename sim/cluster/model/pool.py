@@ -11,14 +11,14 @@ from common.state.pool.placing.decisions import (
     Admit,
     Decision,
     Dissolve,
-    Finish,
+    FinishMove,
     Form,
     Place,
     Remove,
     Serve,
 )
-from common.state.pool.placing.snapshot import Host, Move, Snapshot
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Worker
+from common.state.pool.placing.snapshot import Move, PoolHost, Snapshot
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 
 
@@ -26,8 +26,8 @@ from common.state.pool.workers.settings import PoolSettings
 class SimPool:
     """Workers, gangs and hosts of a simulated cluster."""
 
-    workers: tuple[Worker, ...]
-    hosts: dict[str, Host]
+    workers: tuple[WorkerRow, ...]
+    hosts: dict[str, PoolHost]
     settings: PoolSettings = field(default_factory=PoolSettings)
     gangs: dict[str, Gang] = field(default_factory=dict)
     moves: dict[str, Move] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class SimPool:
                     self._remove(gang, resident_id)
                     begin.pop(resident_id, None)
                     self.moves.pop(resident_id, None)
-                case Finish(move):
+                case FinishMove(move):
                     self.moves.pop(move.id, None)
                 case Admit(job, held):
                     self.held[job] = held

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.base.occupancy import Occupancy
-from common.state.pool.demand.measured import Work
+from common.state.pool.demand.measured import MeasuredWork
 from services.rollout.routing import balance, queues
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.degree_buckets import MeasuredEngine as Rated
@@ -113,7 +113,7 @@ class Shard:
             self._place(t)
 
     @property
-    def work(self) -> Work:
+    def work(self) -> MeasuredWork:
         """What it has done so far."""
         return self.worked.work(round(self.sampled))
 

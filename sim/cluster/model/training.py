@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from common.state.pool.demand.measured import Work
+from common.state.pool.demand.measured import MeasuredWork
 from sim.cluster.model.agenda import Agenda
 
 
@@ -85,7 +85,7 @@ class SimTraining:
         self._whole = False  # these are all
         self._step = 0  # that is being made, begun ones counted
         self._waited_s = 0.0  # for them
-        self._done = Work()
+        self._done = MeasuredWork()
 
     @property
     def over(self) -> bool:
@@ -170,11 +170,11 @@ class SimTraining:
             first = min(self._free_s, key=lambda one: self._free_s[one])
             self._free_s[first] = max(from_s, self._free_s[first]) + piece_s
             self._computed_s = max(self._computed_s, self._free_s[first])
-            self._done += Work(work_s=piece_s)
-        self._done += Work(tokens=sum(group.tokens))
+            self._done += MeasuredWork(work_s=piece_s)
+        self._done += MeasuredWork(tokens=sum(group.tokens))
 
     @property
-    def work(self) -> Work:
+    def work(self) -> MeasuredWork:
         """All so far; seconds of steps that are complete."""
         return self._done
 
@@ -208,7 +208,7 @@ class SimTraining:
         for number, group in self._open.items():
             group.passed += number < newest
         busy_s = now_s - self._since_s - self._waited_s
-        self._done += Work(steps=1.0, busy_s=busy_s, wait_s=self._waited_s)
+        self._done += MeasuredWork(steps=1.0, busy_s=busy_s, wait_s=self._waited_s)
         self._leased, self._whole, self._since_s = [], False, now_s
         self.version += 1
         self.ended_s.append(now_s)

@@ -12,7 +12,7 @@ from common.base.files import damage
 from common.state import events
 from common.state.redis.client import State
 from common.state.server import rollback
-from common.state.server.rollback import Mark
+from common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.guard import INTERVAL_S
@@ -34,7 +34,7 @@ class VirtualGate:
         self._note = MeshPlace(root).redis_note
         self._records: dict[str, RunRecord] = {}
         self._floor = 0
-        self.known = Mark()
+        self.known = RollbackMark()
 
     async def admit(self) -> None:
         """Lets the mesh in, to a state that is no older than what is known of it: an older one is
@@ -74,7 +74,7 @@ class VirtualGate:
                 continue
 
     async def _take_note(self) -> None:
-        newest = await rollback.held(self._state, Mark())
+        newest = await rollback.held(self._state, RollbackMark())
         self.known = rollback.joined([self.known, newest])
         notes.write(self._note, Note(self.known, {}, self._floor))
 
@@ -84,7 +84,7 @@ class VirtualGate:
 
         return notes.read(self._note, damaged)
 
-    async def _held(self) -> Mark:
+    async def _held(self) -> RollbackMark:
         for job, run_dir in self._runs.items():
             self._records.setdefault(job, RunRecord(run_dir, job))
         told = [record.look() for record in self._records.values()]
@@ -95,7 +95,7 @@ class VirtualGate:
         held = await rollback.held(self._state, self.known)
         if not why:
             self.known = rollback.joined([self.known, held])
-        self._floor = rollback.floor_above(held, self.known, Mark(token=self._floor))
+        self._floor = rollback.floor_above(held, self.known, RollbackMark(token=self._floor))
         notes.write(self._note, Note(self.known, {}, self._floor))
         await rollback.raise_tokens(self._state, self._floor)
         if why:

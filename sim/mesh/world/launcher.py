@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from common.mesh.process.handle import Child
-from common.mesh.process.supervision.ended import Report, Reports
+from common.mesh.process.supervision.ended import EndReport, Reports
 from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from common.state.redis.client import State
 from meshrl.launch import absolving, plan
 from meshrl.launch.services import BUDGET, GRACE_S
@@ -65,15 +65,15 @@ class VirtualLauncher(Hooks):
         self._reports.stop()
         await self._supervisor.stop(GRACE_S)
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         if self._stopping or end.asked:
             return
         await self._watch.evict(child)
         await self._reports.tell(
-            Report(child.name, end.code, end.why, end.failure, final=end.final)
+            EndReport(child.name, end.code, end.why, end.failure, final=end.final)
         )
 
-    async def absolved(self, spec: ChildSpec, end: End) -> bool:
+    async def absolved(self, spec: ChildSpec, end: ChildEnd) -> bool:
         return await absolving.absolved(self.state, self._reports, spec, end, "")
 
     def lease_expired(self, child: Child) -> bool:

@@ -126,10 +126,10 @@ class Seats:
     shard: int
     trainer: int
 
-    async def admit(self, want: int = 100) -> list[groups.Admitted]:
+    async def admit(self, want: int = 100) -> list[groups.AdmittedGroup]:
         return await groups.admit(self.state, JOB, SHARD, self.shard, want, uuid.uuid4().hex)
 
-    async def finish(self, group: groups.Admitted, scored: int = 2, age: int = 0) -> None:
+    async def finish(self, group: groups.AdmittedGroup, scored: int = 2, age: int = 0) -> None:
         """The group is ready; its oldest token is `age` versions older than its admission."""
         version = group.version - age
         op_id = uuid.uuid4().hex

@@ -9,7 +9,7 @@ import pytest
 from common.base.clock import SystemClock
 from common.base.errors import DeadlineExceeded, Refused
 from common.state.hosts import admission
-from common.state.pool.placing.snapshot import NOTICE, Request
+from common.state.pool.placing.snapshot import NOTICE, PoolRequest
 from common.state.pool.store import store as pool
 from common.state.redis.client import State
 from tests.contract.state.state_bench import Bench
@@ -57,7 +57,7 @@ async def test_who_asks_in_vain_gives_up_and_is_forgotten(bench: Bench) -> None:
 
 
 async def test_a_host_is_marked_and_used_again(state: State) -> None:
-    await pool.request(state, Request("op", "drain", host="a"))
+    await pool.request(state, PoolRequest("op", "drain", host="a"))
     assert await pool.draining(state) == {"a": "asked for"}
     assert await pool.mark_host(state, "b", "has left")
     assert not await pool.mark_host(state, "b", "has left")

@@ -11,9 +11,9 @@ from common.mesh.process.supervision import ended
 from common.state import events, groups, jobs, leader, readers, registry
 from common.state.lifecycle import deleting
 from common.state.pool.placing.decisions import Admit, Form, Serve, Why
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 from common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
@@ -40,7 +40,7 @@ async def ended_job(bench: Bench, steps: int = 3) -> None:
         bench.state, JOB, SHARD, seats.shard, opened[1].group, "lost", uuid.uuid4().hex
     )
     await jobs.record_evaluation(bench.state, JOB, "step-0", 0, 0, {}, TRAINER, seats.trainer)
-    await ended.tell(bench.state, ended.Report(TRAINER, 1, "code 1", job=JOB))
+    await ended.tell(bench.state, ended.EndReport(TRAINER, 1, "code 1", job=JOB))
     await jobs.cancel(bench.state, JOB, "stop")
 
 
@@ -113,13 +113,13 @@ async def test_workers_and_hosts_that_are_gone_are_forgotten(bench: Bench) -> No
     state = bench.state
     for n in range(3):
         token = await bench.seat(f"worker/w{n}")
-        await pool.join_worker(state, Worker(f"w{n}", f"h{n}", "cpu:0", token))
+        await pool.join_worker(state, WorkerRow(f"w{n}", f"h{n}", "cpu:0", token))
     led = await leader.campaign(state, "planner", "a", 600_000)
     serve = [Serve(f"h{n}", ("rollout/job/0",), WHY) for n in range(3)]
     node = registry.Entry("node/h0", "node", incarnation="n")
     await registry.register(state, node, 600_000)
     await pool.write(state, led, "op", [Form("g0", ("w2",), WHY), *serve], None)
-    await pool.request(state, Request("d", "drain", host="h1"))
+    await pool.request(state, PoolRequest("d", "drain", host="h1"))
     for n in (1, 2):
         entry = await registry.lookup(state, f"worker/w{n}")
         assert entry and await registry.release(state, f"worker/w{n}", entry.token)
@@ -131,7 +131,7 @@ async def test_workers_and_hosts_that_are_gone_are_forgotten(bench: Bench) -> No
     hosts = (await pool.look(state, led)).snapshot.hosts
     assert [(host.name, host.draining) for host in hosts] == [("h0", ""), ("h2", "")]
     back = await bench.seat("worker/w1")
-    joined = await pool.join_worker(state, Worker("w1", "h1", "cpu:0", back))
+    joined = await pool.join_worker(state, WorkerRow("w1", "h1", "cpu:0", back))
     assert (joined.gang, joined.membership) == ("", 0)
 
 
@@ -143,7 +143,7 @@ async def test_a_job_that_is_held_is_not_charged_with_ends(simulated: Bench) -> 
         failed = False
         for _ in range(count):
             await simulated.pass_ms(6_000)
-            end = ended.Report("trainer/job", -9, "", job=JOB)
+            end = ended.EndReport("trainer/job", -9, "", job=JOB)
             failed = await ended.tell(simulated.state, end) or failed
         return failed
 

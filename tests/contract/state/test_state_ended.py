@@ -9,7 +9,7 @@ import pytest
 
 from common.base.errors import ConfigError, PeerLost
 from common.mesh.process.ends.failure import Failure
-from common.mesh.process.supervision.ended import Report, ended, tell
+from common.mesh.process.supervision.ended import EndReport, ended, tell
 from common.state import events, jobs
 from common.state.redis.keys import job_prefix
 from common.state.registry import Entry, register
@@ -18,8 +18,8 @@ from tests.contract.state.state_bench import JOB, TRAINER, Bench
 ODD = Failure.of(ValueError("odd"))
 
 
-def report(failure: Failure | None, **more: object) -> Report:
-    found = Report("engine/g0", 1, "exit status 1", failure, JOB, log="/logs/engine-g0.log")
+def report(failure: Failure | None, **more: object) -> EndReport:
+    found = EndReport("engine/g0", 1, "exit status 1", failure, JOB, log="/logs/engine-g0.log")
     return replace(found, **more)  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ class Gate(RuleBasedStateMachine):
     async def row(self) -> jobs.JobRow:
         return await jobs.job(self.state, JOB)
 
-    async def an_open_group(self, pick: int) -> groups.Admitted | None:
+    async def an_open_group(self, pick: int) -> groups.AdmittedGroup | None:
         found = await groups.open_groups(self.state, JOB, SHARD)
         return found[pick % len(found)] if found else None
 

@@ -11,14 +11,14 @@ from common.base.errors import Fenced, Refused
 from common.mesh.process.supervision import ended
 from common.state import events, jobs, leader, registry
 from common.state.pool.demand import measured
-from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Work
+from common.state.pool.demand.measured import LEVELS, Curve, Lengths, MeasuredWork
 from common.state.pool.demand.needs import Need
 from common.state.pool.placing.decisions import (
     Admit,
     Decline,
     Dissolve,
     FailJob,
-    Finish,
+    FinishMove,
     Form,
     Lose,
     Place,
@@ -26,11 +26,20 @@ from common.state.pool.placing.decisions import (
     Serve,
     Why,
 )
-from common.state.pool.placing.snapshot import Move, Request
+from common.state.pool.placing.snapshot import Move, PoolRequest
 from common.state.pool.store import store as pool
 from common.state.pool.store.explained import Explained
 from common.state.pool.store.fitting import offers, refuse_what_never_fits
-from common.state.pool.workers.rows import Budget, Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import (
+    Budget,
+    Doing,
+    Gang,
+    Report,
+    Resident,
+    Role,
+    Tier,
+    WorkerRow,
+)
 from common.state.pool.workers.settings import PoolSettings
 from common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, Bench, document
@@ -43,14 +52,14 @@ async def lead(bench: Bench, owner: str = "planner/0", ttl_ms: int = 600_000) ->
     return await leader.campaign(bench.state, "planner", owner, ttl_ms)
 
 
-async def worker(bench: Bench, id: str = "w0", host: str = "here") -> Worker:
+async def worker(bench: Bench, id: str = "w0", host: str = "here") -> WorkerRow:
     token = await bench.seat(f"worker/{id}")
     budget = Budget(accelerator=8, memory=16)
-    row = Worker(id, host, "cpu:0", token, budget=budget, network="fast")
+    row = WorkerRow(id, host, "cpu:0", token, budget=budget, network="fast")
     return await pool.join_worker(bench.state, row)
 
 
-async def gang_of(bench: Bench, size: int = 1) -> tuple[int, list[Worker]]:
+async def gang_of(bench: Bench, size: int = 1) -> tuple[int, list[WorkerRow]]:
     """A leader, and the workers of g0, which has an engine of the job on all of them."""
     members = [await worker(bench, f"w{n}") for n in range(size)]
     led = await lead(bench)
@@ -69,7 +78,7 @@ async def write(bench: Bench, led: int, *decisions: Any, op: str = "") -> list[s
     return [r.reason for r in await pool.write(bench.state, led, op, decisions, None)]
 
 
-def said(member: Worker, doing: Doing = Doing.READY, **fields: Any) -> Report:
+def said(member: WorkerRow, doing: Doing = Doing.READY, **fields: Any) -> Report:
     report = Report(0, 1, 1, member.token, doing, Tier.ACCELERATOR, held=Budget(accelerator=3))
     return replace(report, **fields)
 
@@ -300,7 +309,7 @@ async def test_a_leader_that_resumes_after_another_has_led_grants_nothing_again(
     bench: Bench,
 ) -> None:
     await worker(bench)
-    await pool.request(bench.state, Request("m0", "move", "w0", "rollout", JOB))
+    await pool.request(bench.state, PoolRequest("m0", "move", "w0", "rollout", JOB))
     ttl_ms = round(1000 * min(5.0, scaled(1.0)))
     old = await lead(bench, "a", ttl_ms=ttl_ms)
     seen = await pool.look(bench.state, old)
@@ -371,7 +380,10 @@ async def test_a_look_has_what_processes_have_measured_each_for_itself(bench: Be
     state = bench.state
     await jobs.submit(state, JOB, document(groups_per_step=3), "/runs/job", "op")
     curve = Curve("cpu", 2, 0.02, 0.0005, prefill_tokens_per_s=6000.0, steps=80)
-    shard, core = Work(groups=3, sampled=40, flight_s=7.5), Work(steps=2, busy_s=1.25)
+    shard, core = (
+        MeasuredWork(groups=3, sampled=40, flight_s=7.5),
+        MeasuredWork(steps=2, busy_s=1.25),
+    )
     lengths = Lengths(40, tuple(10.0 * n for n in range(len(LEVELS))), 7.5)
     said: dict[str, dict[str, Any]] = {
         "rollout/job/0": {
@@ -481,7 +493,7 @@ async def test_a_move_is_under_way_until_it_is_finished_and_told_of_once(bench: 
     assert (await pool.look(bench.state, led)).snapshot.moves == (move,)
     assert await pool.under_way(bench.state) == [move]
     later = replace(move, started_ms=300, until_ms=400)
-    done = Finish(move, True, {"policy": "stage_time", "others": {}}, WHY)
+    done = FinishMove(move, True, {"policy": "stage_time", "others": {}}, WHY)
     assert await write(bench, led, place(epoch=2, move=later), done) == []
     assert (await pool.look(bench.state, led)).snapshot.moves == (later,)
     [finished] = await told(bench.state, "move")
@@ -498,7 +510,7 @@ async def test_what_people_ask_for_is_on_record_until_it_is_granted_or_declined(
     bench: Bench,
 ) -> None:
     led, _ = await gang_of(bench)
-    asked = [Request(f"m{n}", "move", "w0", "training", JOB) for n in (1, 0)]
+    asked = [PoolRequest(f"m{n}", "move", "w0", "training", JOB) for n in (1, 0)]
     for one in asked:
         for _ in range(2):
             await pool.request(bench.state, one)
@@ -526,11 +538,11 @@ async def test_a_host_drains_from_the_moment_that_it_is_asked_for(bench: Bench) 
         return (await pool.look(bench.state, led)).snapshot.hosts[0].draining
 
     assert await draining() == ""
-    await pool.request(bench.state, Request("d", "drain", host="here"))
+    await pool.request(bench.state, PoolRequest("d", "drain", host="here"))
     assert await draining() != ""
     await write(bench, led, Decline("d", "", WHY))
     assert await draining() != "" and len(await told(bench.state, "drain_settled")) == 1
-    await pool.request(bench.state, Request("e", "drain", host="here"))
+    await pool.request(bench.state, PoolRequest("e", "drain", host="here"))
     await write(bench, led, Decline("e", "it has the only engine", WHY))
     assert await draining() == ""
 
@@ -612,7 +624,7 @@ async def test_ends_of_residents_that_are_gone_are_forgotten_and_no_others(bench
     led, _ = await gang_of(bench)
     state, names = bench.state, ("engine/g0.0", "engine/g0.7", "hybrid/g9.1", "trainer/job")
     for name in names:
-        await ended.tell(state, ended.Report(name, -9, "signal 9"))
+        await ended.tell(state, ended.EndReport(name, -9, "signal 9"))
     await bench.pass_ms(20)
     await pool.forget_gone(state, led, 300.0)
     assert len(await ended.ended(state)) == 4
@@ -623,5 +635,5 @@ async def test_ends_of_residents_that_are_gone_are_forgotten_and_no_others(bench
 async def test_names_that_would_break_a_row_are_refused(bench: Bench) -> None:
     token = await bench.seat('worker/"w')
     with pytest.raises(Refused):
-        await pool.join_worker(bench.state, Worker('"w', "here", "cpu:0", token))
+        await pool.join_worker(bench.state, WorkerRow('"w', "here", "cpu:0", token))
     assert await pool.workers(bench.state) == []

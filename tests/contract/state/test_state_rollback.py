@@ -11,7 +11,7 @@ from common.state import events, jobs, registry, steps
 from common.state.lifecycle import deleting
 from common.state.redis.keys import EVENTS, TRIMMED
 from common.state.server import rollback
-from common.state.server.rollback import JobMark, Mark
+from common.state.server.rollback import JobMark, RollbackMark
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats
 
 
@@ -27,7 +27,7 @@ async def trained(bench: Bench, upto: int) -> Seats:
 async def test_what_redis_holds_is_as_far_as_itself_and_as_what_was_known_before(
     bench: Bench,
 ) -> None:
-    before = await rollback.held(bench.state, Mark())
+    before = await rollback.held(bench.state, RollbackMark())
     await trained(bench, 2)
     now = await rollback.held(bench.state, before)
     assert now.jobs[JOB].version == 2 and now.jobs[JOB].next_group == 4
@@ -40,25 +40,25 @@ async def test_what_redis_holds_is_as_far_as_itself_and_as_what_was_known_before
 @pytest.mark.parametrize("what", ["event", "token", "version", "lineage", "group", "job"])
 async def test_each_thing_that_only_rises_tells_an_older_state(bench: Bench, what: str) -> None:
     await trained(bench, 2)
-    now = await rollback.held(bench.state, Mark())
+    now = await rollback.held(bench.state, RollbackMark())
     one = now.jobs[JOB]
     ms, _ = events.order(now.event)
     known = {
         "event": dataclasses.replace(now, event=f"{ms + 1}-0"),
         "token": dataclasses.replace(now, token=now.token + 1),
-        "version": Mark(jobs={JOB: JobMark(one.lineage, one.version + 1)}),
-        "lineage": Mark(jobs={JOB: JobMark(one.lineage + 1, 0)}),
-        "group": Mark(jobs={JOB: JobMark(next_group=one.next_group + 1)}),
-        "job": Mark(jobs={"another": JobMark(0, 0)}),
+        "version": RollbackMark(jobs={JOB: JobMark(one.lineage, one.version + 1)}),
+        "lineage": RollbackMark(jobs={JOB: JobMark(one.lineage + 1, 0)}),
+        "group": RollbackMark(jobs={JOB: JobMark(next_group=one.next_group + 1)}),
+        "job": RollbackMark(jobs={"another": JobMark(0, 0)}),
     }[what]
     assert rollback.older(await rollback.held(bench.state, known), known)
 
 
 async def test_events_that_were_added_to_an_older_stream_do_not_hide_it(bench: Bench) -> None:
     await events.append(bench.state, "note", {})
-    now = await rollback.held(bench.state, Mark())
+    now = await rollback.held(bench.state, RollbackMark())
     ms, number = events.order(now.event)
-    known = Mark(event=f"{ms}-{number + 1}")  # was lost with the end of the stream
+    known = RollbackMark(event=f"{ms}-{number + 1}")  # was lost with the end of the stream
     await bench.pass_ms(2)
     await events.append(bench.state, "note", {})
     assert rollback.older(await rollback.held(bench.state, known), known)
@@ -67,7 +67,7 @@ async def test_events_that_were_added_to_an_older_stream_do_not_hide_it(bench: B
 async def test_events_that_were_read_and_trimmed_are_not_missed(bench: Bench) -> None:
     for _ in range(3):
         await events.append(bench.state, "note", {})
-    known = await rollback.held(bench.state, Mark())
+    known = await rollback.held(bench.state, RollbackMark())
     await bench.state.command("SET", TRIMMED, known.event)
     ms, number = events.order(known.event)
     await bench.state.command("XTRIM", EVENTS, "MINID", f"{ms}-{number + 1}")
@@ -76,16 +76,16 @@ async def test_events_that_were_read_and_trimmed_are_not_missed(bench: Bench) ->
 
 async def test_an_empty_redis_is_older_than_anything(bench: Bench) -> None:
     await trained(bench, 1)
-    now = await rollback.held(bench.state, Mark())
+    now = await rollback.held(bench.state, RollbackMark())
     await bench.state.command("FLUSHALL")
     assert rollback.older(await rollback.held(bench.state, now), now) == "it is empty"
-    assert rollback.older(await rollback.held(bench.state, Mark()), Mark()) == ""
+    assert rollback.older(await rollback.held(bench.state, RollbackMark()), RollbackMark()) == ""
 
 
 async def test_who_acted_before_the_rollback_cannot_commit_after_it(bench: Bench) -> None:
     """The state goes back to before the trainer registered, whose token would be issued again."""
     seats = await trained(bench, 1)
-    known = await rollback.held(bench.state, Mark())
+    known = await rollback.held(bench.state, RollbackMark())
     await bench.state.command("SET", rollback.TOKEN, seats.trainer - 1)
     await registry.evict(bench.state, TRAINER, (await _incarnation(bench)))
     found = await rollback.held(bench.state, known)
@@ -124,16 +124,16 @@ async def _incarnation(bench: Bench) -> str:
 
 
 def test_joined_marks_are_as_far_as_the_furthest() -> None:
-    one = Mark("10-1", 5, {"a": JobMark(1, 3, 7, "/a"), "b": JobMark(0, 1)})
-    two = Mark("9-4", 6, {"a": JobMark(0, 9, 8, phase="training")})
-    assert rollback.joined([one, two]) == Mark(
+    one = RollbackMark("10-1", 5, {"a": JobMark(1, 3, 7, "/a"), "b": JobMark(0, 1)})
+    two = RollbackMark("9-4", 6, {"a": JobMark(0, 9, 8, phase="training")})
+    assert rollback.joined([one, two]) == RollbackMark(
         "10-1", 6, {"a": JobMark(1, 3, 8, "/a", "training"), "b": JobMark(0, 1)}
     )
 
 
 async def test_a_job_that_was_deleted_is_not_missed(bench: Bench) -> None:
     await trained(bench, 2)
-    known = await rollback.held(bench.state, Mark())
+    known = await rollback.held(bench.state, RollbackMark())
     await jobs.cancel(bench.state, JOB, "stop")
     await deleting.delete(bench.state, JOB, "delete")
     now = await rollback.held(bench.state, known)

@@ -17,8 +17,8 @@ async def account(bench: Bench) -> dict[str, int]:
     return accounting.account(await events.read_all(bench.state), now.samples, JOB)
 
 
-async def fill(seats: Seats, scored: int = 2) -> list[groups.Admitted]:
-    opened: list[groups.Admitted] = await seats.admit()
+async def fill(seats: Seats, scored: int = 2) -> list[groups.AdmittedGroup]:
+    opened: list[groups.AdmittedGroup] = await seats.admit()
     for group in opened:
         await seats.finish(group, scored)
     return opened

@@ -16,7 +16,7 @@ from common.job.config import JobConfig
 from common.mesh.runtime.calls.actor import Actor, cast
 from common.state import events, jobs
 from common.state.pool.placing.decisions import Decision, Form, Place, Remove, Serve, Why
-from common.state.pool.placing.snapshot import Request, Snapshot
+from common.state.pool.placing.snapshot import PoolRequest, Snapshot
 from common.state.pool.store import store as pool
 from common.state.pool.workers import rows
 from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role
@@ -66,7 +66,7 @@ class Obedient(Actor):
                     await self._seen.wait()
             self._seen.clear()
 
-    async def _ready(self, id: str, row: rows.Worker, gang: Gang, resident: Resident) -> None:
+    async def _ready(self, id: str, row: rows.WorkerRow, gang: Gang, resident: Resident) -> None:
         rank = gang.workers.index(id)
         if rank not in resident.ranks:
             return
@@ -94,7 +94,7 @@ class Pool:
         process = self.world.process(f"worker/{id}", "worker")
         actor = Obedient(process.mesh)
         await process.join(actor, dict)
-        about = rows.Worker(id, "here", "cpu:0", process.mesh.token)
+        about = rows.WorkerRow(id, "here", "cpu:0", process.mesh.token)
         await pool.join_worker(self.state, about)
         self.workers[id] = actor
         process.run(actor.work(id))
@@ -148,7 +148,7 @@ def test_whoever_leads_next_goes_on_with_what_was_remembered(tmp_path: Path) -> 
         first, _ = await mesh.planner(0)
         await mesh.clock.sleep(GATHERED_S)
         _, following = await mesh.planner(1)
-        await pool.request(mesh.state, Request("put", "move", "w2", "idle", JOB))
+        await pool.request(mesh.state, PoolRequest("put", "move", "w2", "idle", JOB))
         await mesh.clock.sleep(4 * LOOK_S)
         assert len(await mesh.roles()) == 2
         first.stop()

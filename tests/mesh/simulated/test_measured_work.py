@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.state import jobs, registry
-from common.state.pool.demand.measured import Measured, Work, kind_of
-from common.state.pool.demand.planned import Published, measured
+from common.state.pool.demand.measured import Measured, MeasuredWork, kind_of
+from common.state.pool.demand.planned import PublishedStats, measured
 from common.state.pool.store import store as pool
 from sim.mesh.job.job import JOB
 from sim.mesh.world.world import Size, World
@@ -21,7 +21,7 @@ async def published(world: World) -> Measured:
     """What the leader would see now."""
     kinds = {w.gang: kind_of(w.accelerator) for w in await pool.workers(world.state)}
     entries = [e for e in await registry.entries(world.state) if e.alive]
-    about = [Published(e.name, e.kind, e.incarnation, e.stats) for e in entries]
+    about = [PublishedStats(e.name, e.kind, e.incarnation, e.stats) for e in entries]
     return measured([p for p in about if p.stats.get("job") == JOB], kinds)
 
 
@@ -32,7 +32,7 @@ def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(tmp_path: Pa
             await world.clock.sleep(0.2)
         await world.clock.sleep(7.0)  # all have renewed their leases since
         row, found = await jobs.job(world.state, JOB), await published(world)
-        whole = sum(found.work.values(), Work())
+        whole = sum(found.work.values(), MeasuredWork())
         by_kind = {name.partition("/")[0]: work for name, work in found.work.items()}
         assert set(by_kind) == {"rollout", "trainer"}
         assert STEPS // 2 <= whole.steps <= row.version

@@ -19,10 +19,10 @@ from common.job.config import (
 )
 from common.mesh.runtime.calls.actor import Actor
 from common.state import jobs
-from common.state.pool.demand.measured import Work, told
+from common.state.pool.demand.measured import MeasuredWork, told
 from common.state.pool.store import store as pool
 from common.state.pool.workers import names
-from common.state.pool.workers.rows import Doing, Report, Resident, Tier, Worker
+from common.state.pool.workers.rows import Doing, Report, Resident, Tier, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 from services.planner.planner import LOOK_S, Planner
 from sim.mesh.job.job import JOB
@@ -53,7 +53,7 @@ class PlannedMesh:
         process = self.world.process(names.worker_process(id), "worker")
         await process.join(Actor(), dict)
         state, mesh = self.world.state, process.mesh
-        await pool.join_worker(state, Worker(id, HOST, "simulated", mesh.token))
+        await pool.join_worker(state, WorkerRow(id, HOST, "simulated", mesh.token))
 
         async def obey() -> None:
             while True:
@@ -217,12 +217,12 @@ def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
 
         def rolled() -> dict[str, Any]:
             ended = now() * groups * size
-            work = Work(groups=now() * groups, trajectories=ended, sampled=20 * ended)
-            return {"work": told(work + Work(engine_s=4 * now(), flight_s=4 * now()))}
+            work = MeasuredWork(groups=now() * groups, trajectories=ended, sampled=20 * ended)
+            return {"work": told(work + MeasuredWork(engine_s=4 * now(), flight_s=4 * now()))}
 
         def trained() -> dict[str, Any]:
             steps = int(now())
-            return {"work": told(Work(steps=steps, busy_s=steps, work_s=0.9 * steps))}
+            return {"work": told(MeasuredWork(steps=steps, busy_s=steps, work_s=0.9 * steps))}
 
         await mesh.member("rollout", rolled)
         trainer = await mesh.member("trainer", trained)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from common.api.weights import STORE
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from services.weights.__main__ import serve
-from services.weights.keeping.sweeping import Pace
+from services.weights.keeping.sweeping import SweepPace
 
-AT_ONCE = Pace(sweep_s=0.05, grace_s=0.0)
+AT_ONCE = SweepPace(sweep_s=0.05, grace_s=0.0)
 
 
 async def main() -> None:

@@ -66,7 +66,7 @@ class TrainedWeather(Weather):
         self._meshes: list[Mesh] = []  # this process's
         self._trained: dict[int, Said] = {}  # what is said with a version
         self._training: dict[str, Member] = {}
-        self._admitted: list[groups.Admitted] = []
+        self._admitted: list[groups.AdmittedGroup] = []
         self._base = self._released = 0
 
     async def begin_training(self, ranks: int = 1, url: str = "", **settings: Any) -> None:

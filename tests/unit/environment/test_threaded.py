@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 from services.environment import threaded
 from services.environment.environments import Environments
 from sim.mesh.job.job import CHARACTERS
@@ -41,7 +41,7 @@ class Shard:
     """The other end of an environment process."""
 
     def __init__(self, stream: socket.socket) -> None:
-        self._channel = Channel(stream)
+        self._channel = ChildChannel(stream)
         self._stream = stream
 
     def ask(self, *operations: list[Any]) -> None:
@@ -73,7 +73,7 @@ def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
     served = Environments(Waiting, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt")
     ours, theirs = socket.socketpair()
     ours.settimeout(scaled(WITHIN_S))
-    serving = threading.Thread(target=threaded.serve, args=(Channel(theirs), served, 4))
+    serving = threading.Thread(target=threaded.serve, args=(ChildChannel(theirs), served, 4))
     serving.start()
     shard = Shard(ours)
     yield shard

@@ -32,14 +32,14 @@ from common.base.files import documents
 from common.base.host.settings import MeshSettings, redis_password
 from common.base.release import release
 from common.mesh.access import identity, members, records, tokens
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.access.members import AGAIN_S
 from common.mesh.access.records import HOST, digest
 from common.mesh.access.ticket import read
 from common.mesh.transport.keys import KeyPair
 from common.state import events
 from common.state.hosts import admission
-from common.state.pool.placing.snapshot import NOTICE, Request
+from common.state.pool.placing.snapshot import NOTICE, PoolRequest
 from common.state.pool.store import store as pool
 from common.state.redis.client import State
 from common.state.registry import Entry, evict, register
@@ -65,7 +65,7 @@ class RedisUsers:
 
     known: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
-    async def admit_host(self, host: Admitted) -> None:
+    async def admit_host(self, host: AdmittedHost) -> None:
         self.known[host.host] = host.passwords
 
     async def expel_host(self, host: str) -> bool:
@@ -135,7 +135,7 @@ async def test_a_host_is_let_in_with_roles_of_its_own_and_a_secret_told_once(mes
     assert (first.prefix, first.planner) == ("h1w", "planner/2")
     passwords = mesh.users.known["gpu1-aa"]
     assert passwords.keys() == HOST_ROLES | {PLANNER}
-    told = Admitted.of("gpu1-aa", first.secret, passwords, 0.0)
+    told = AdmittedHost.of("gpu1-aa", first.secret, passwords, 0.0)
     assert told.passwords == passwords
     second = await mesh.join(mesh.token("another"), "gpu2-bb")
     assert (second.prefix, second.planner) == ("h2w", ""), "one planner stands by, no name twice"
@@ -181,7 +181,7 @@ async def test_who_has_the_same_token_does_not_take_a_members_place(mesh: Mesh) 
     own = KeyPair.of(read(token).secret.encode()).public.decode()
     with pytest.raises(Refused, match="key of a token"):
         await mesh.join(token, "gpu2-bb", key=own)
-    passwords = Admitted.of("gpu1-aa", first.secret, mesh.users.known["gpu1-aa"], 0.0).passwords
+    passwords = AdmittedHost.of("gpu1-aa", first.secret, mesh.users.known["gpu1-aa"], 0.0).passwords
     assert mesh.users.known == {"gpu1-aa": passwords}
 
 
@@ -190,7 +190,7 @@ async def test_an_answer_that_a_gateway_has_forgotten_is_given_anew(mesh: Mesh) 
     await mesh.join(token)
     await mesh.house.start_again()
     second = await mesh.join(token)
-    told = Admitted.of("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
+    told = AdmittedHost.of("gpu1-aa", second.secret, mesh.users.known["gpu1-aa"], 0.0)
     assert mesh.users.known == {"gpu1-aa": told.passwords}
     assert mesh.joined["gpu1-aa"].prefix == "h1w"
 
@@ -241,7 +241,7 @@ async def test_nobody_joins_under_the_name_of_the_head(mesh: Mesh) -> None:
     assert not mesh.members
     # Nor does the launcher let it in, and leaves nothing of it on record.
     about = {
-        "admitted": asdict(Admitted.of(HEAD, "5e" * 32, HOST_ROLES, 0.0)),
+        "admitted": asdict(AdmittedHost.of(HEAD, "5e" * 32, HOST_ROLES, 0.0)),
         "address": "10.0.0.2",
         "workers": 1,
         "standby": True,
@@ -371,7 +371,7 @@ async def test_a_drain_that_a_person_asked_for_outlasts_the_hosts_own(mesh: Mesh
     await mesh.join(token)
     async with line_to(mesh.member(token)) as line:
         await line.call(Gateway.drain, DrainHost())
-        await pool.request(state, Request("op", "drain", host="gpu1-aa"))
+        await pool.request(state, PoolRequest("op", "drain", host="gpu1-aa"))
         assert not (await line.call(Gateway.back, HostReturned("10.0.0.2"))).changed
         assert not (await line.call(Gateway.drain, DrainHost())).changed
     assert await pool.draining(state) == {"gpu1-aa": "asked for"}

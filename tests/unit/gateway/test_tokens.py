@@ -37,7 +37,7 @@ from common.mesh.transport.keys import KeyPair
 from common.state import jobs
 from common.state.lifecycle import deleting
 from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 from common.state.registry import Entry, register
 from meshrl import Client
 from meshrl.cli import app
@@ -89,7 +89,7 @@ async def test_a_job_that_can_never_fit_is_refused_before_it_is_sent(
 ) -> None:
     lease = Entry("worker/w0", "worker", incarnation="one", run_root=str(house.root))
     token = await register(house.state, lease, 60_000)
-    await pool.join_worker(house.state, Worker("w0", "here", "cpu:0", token))
+    await pool.join_worker(house.state, WorkerRow("w0", "here", "cpu:0", token))
     async with Client(token=house.token()) as client:
         with pytest.raises(Refused, match=r"the job needs 2 workers .* and this mesh has 1"):
             await client.submit(job, ["pool.workers.least=2"])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from common.state import leader
 from common.state.pool.placing.snapshot import Snapshot
 from common.state.pool.store.reading import snapshot_document
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 from common.state.redis.keys import PLANNER
 from meshrl.cli import app
 from meshrl.commands import planning
@@ -23,7 +23,9 @@ __all__ = ["held"]
 def test_a_look_that_was_kept_is_explained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    snapshot = Snapshot(now_ms=10_000_000, workers=(Worker("w0", "here", "cpu:0", 1, alive=False),))
+    snapshot = Snapshot(
+        now_ms=10_000_000, workers=(WorkerRow("w0", "here", "cpu:0", 1, alive=False),)
+    )
     file = tmp_path / "look.json"
     file.write_text(json.dumps({"snapshot": snapshot_document(snapshot), "memory": None}))
     assert planning.show(file, True, True, None) == 0

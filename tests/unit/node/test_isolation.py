@@ -13,7 +13,7 @@ from common.base.clock import SystemClock
 from common.base.errors import DeadlineExceeded
 from common.base.host.settings import MeshSettings
 from common.job.isolation import containment
-from common.job.isolation.containment import Tiers
+from common.job.isolation.containment import IsolationTiers
 from common.job.isolation.isolation import ORDER
 from common.mesh.process.host import SystemHost
 from common.mesh.telemetry.logs import Telemetry
@@ -23,7 +23,7 @@ from services.node.isolation import AGAIN_S, RARELY_S, SOON_S, OwnIsolation
 class Tried(SystemHost):
     """A host whose probes find, one after another, what a test says."""
 
-    def __init__(self, *found: Tiers | DeadlineExceeded) -> None:
+    def __init__(self, *found: IsolationTiers | DeadlineExceeded) -> None:
         super().__init__()
         self.left = [*found]
 
@@ -51,7 +51,7 @@ class Naps(SystemClock):
             await asyncio.Event().wait()
 
 
-async def told(*found: Tiers | DeadlineExceeded) -> list[tuple[list[str], float]]:
+async def told(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[list[str], float]]:
     """What a host says whose probes find this, and for how long it then waits; 0: it is done."""
     host = Tried(*found)
     clock = Naps(host)
@@ -89,12 +89,12 @@ async def test_a_host_that_takes_sandboxes_says_what_it_has_once_it_knows(
 
 
 async def test_a_better_tier_that_failed_is_tried_again_and_told_once_it_works() -> None:
-    busy = Tiers(("landlock",), sure=False)
-    assert await told(busy, Tiers(("cgroup",))) == [
+    busy = IsolationTiers(("landlock",), sure=False)
+    assert await told(busy, IsolationTiers(("cgroup",))) == [
         (["landlock", "trying"], SOON_S),
         (["cgroup"], 0.0),
     ]
-    assert await told(busy, busy, busy, Tiers(("bwrap",))) == [
+    assert await told(busy, busy, busy, IsolationTiers(("bwrap",))) == [
         *[(["landlock", "trying"], SOON_S)] * 2,
         (["landlock"], AGAIN_S),
         (["bwrap"], 0.0),
@@ -103,17 +103,21 @@ async def test_a_better_tier_that_failed_is_tried_again_and_told_once_it_works()
 
 async def test_a_probe_that_fails_itself_says_nothing_of_the_host_and_takes_nothing_away() -> None:
     late = DeadlineExceeded("late")
-    assert await told(late, late, Tiers((), sure=False, known=False), Tiers(("bwrap",))) == [
+    assert await told(
+        late, late, IsolationTiers((), sure=False, known=False), IsolationTiers(("bwrap",))
+    ) == [
         *[(["trying"], AGAIN_S)] * 3,
         (["bwrap"], 0.0),
     ]
-    lost = await told(Tiers(("bwrap", "runner"), sure=False), *[Tiers((), sure=False)] * 2)
+    lost = await told(
+        IsolationTiers(("bwrap", "runner"), sure=False), *[IsolationTiers((), sure=False)] * 2
+    )
     assert lost[-1] == (["bwrap", "runner"], AGAIN_S)
 
 
 async def test_what_only_another_setting_of_the_host_gives_is_looked_for_rarely() -> None:
-    assert await told(Tiers(("landlock",))) == [(["landlock"], RARELY_S)]
-    assert await told(Tiers(())) == [([], AGAIN_S)]
+    assert await told(IsolationTiers(("landlock",))) == [(["landlock"], RARELY_S)]
+    assert await told(IsolationTiers(())) == [([], AGAIN_S)]
 
 
 async def test_nothing_is_tried_on_the_only_host_nor_where_no_sandbox_comes() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.state.pool.demand.measured import Curve, Measured, Work
+from common.state.pool.demand.measured import Curve, Measured, MeasuredWork
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.workers.rows import Role, Tier
 from tests.unit.planner.pools import Looks
@@ -27,7 +27,7 @@ class Plant:
     work_s: float = 2.0  # gradients of a step, by one worker
     fixed_s: float = 0.1  # of a step
     drag: float = 1.0  # times as long as it would, when a helper is there
-    total: Work = field(default_factory=Work)
+    total: MeasuredWork = field(default_factory=MeasuredWork)
 
     def batch(self, engines: int) -> float:
         """Trajectories at each engine, of those under way, when rollout binds."""
@@ -61,7 +61,7 @@ class Plant:
             batch = share * self.base_s / (1 - share * self.sequence_s)
         token_s = self.base_s + batch * self.sequence_s
         each = TRAJECTORIES * count
-        self.total += Work(
+        self.total += MeasuredWork(
             steps=count,
             groups=16.0 * count,
             trajectories=each,

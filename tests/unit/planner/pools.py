@@ -15,14 +15,14 @@ from common.state.pool.placing.decisions import (
     Decline,
     Dissolve,
     FailJob,
-    Finish,
+    FinishMove,
     Form,
     Place,
     Remove,
     Serve,
 )
-from common.state.pool.placing.snapshot import Host, Snapshot
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.placing.snapshot import PoolHost, Snapshot
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
@@ -37,13 +37,13 @@ def pool(
     """A mesh that has been up for long: so many workers on each host, `host0` first. `networks` of
     the hosts: all are in the head's, if it says nothing.
     """
-    workers: list[Worker] = []
+    workers: list[WorkerRow] = []
     for host, count in enumerate(hosts):
         network = networks[host] if networks else ""
         for number in range(len(workers), len(workers) + count):
-            worker = Worker(f"w{number}", f"host{host}", "cpu:0", number + 1, network=network)
+            worker = WorkerRow(f"w{number}", f"host{host}", "cpu:0", number + 1, network=network)
             workers.append(worker)
-    names = tuple(Host(f"host{host}") for host in range(len(hosts)))
+    names = tuple(PoolHost(f"host{host}") for host in range(len(hosts)))
     return Snapshot(NOW_MS, tuple(workers), (), jobs, names, **other)
 
 
@@ -104,7 +104,7 @@ def applied(snapshot: Snapshot, decisions: Iterable[Decision], ready: bool = Tru
                 del jobs[id]
             case Serve(host, services):
                 hosts[host] = replace(hosts[host], services=services)
-            case Finish(move):
+            case FinishMove(move):
                 del moves[move.id]
             case Decline(op):
                 del requests[op]

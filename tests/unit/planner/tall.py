@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, Work
+from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
 from common.state.pool.workers.rows import Role
 from tests.unit.planner.pools import Looks
 
@@ -30,7 +30,7 @@ class Tall:
     waits: float = 0.05  # of `base_s`, in collectives of several workers
     work_s: float = 2.0  # gradients of a step, by one worker
     drag: float = 1.0  # times as long as it should a gang of several takes
-    total: Work = field(default_factory=Work)
+    total: MeasuredWork = field(default_factory=MeasuredWork)
     steps: int = 0
 
     def curve(self, degree: int) -> Curve:
@@ -76,7 +76,7 @@ class Tall:
         step_s, n = rollout_s + train_s, len(self.sampled)
         flight_s = sum(self.ends(degrees))
         self.steps += 1
-        self.total += Work(
+        self.total += MeasuredWork(
             steps=1,
             groups=16.0,
             trajectories=n,

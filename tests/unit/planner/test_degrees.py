@@ -11,8 +11,8 @@ import pytest
 from common.state.jobs import Phase
 from common.state.pool.placing.decisions import Decline, FailJob, Remove
 from common.state.pool.placing.fitting import fitted, never_fits
-from common.state.pool.placing.snapshot import Request
-from common.state.pool.workers.rows import Budget, Doing, Role, Worker
+from common.state.pool.placing.snapshot import PoolRequest
+from common.state.pool.workers.rows import Budget, Doing, Role, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 from services.planner.memory import PlannerMemory
 from services.planner.policies.engines import shape
@@ -177,7 +177,7 @@ def test_without_other_workers_the_last_engine_makes_way(eight: Looks) -> None:
 
 
 def test_pinned_engines_stay_and_count(eight: Looks) -> None:
-    eight.change(requests=(Request("op", "move", "w1", Role.ROLLOUT, "job"),))
+    eight.change(requests=(PoolRequest("op", "move", "w1", Role.ROLLOUT, "job"),))
     eight.settle()
     wished(eight, [4, 2, 1])
     assert degrees(eight) == [4, 2, 1]
@@ -228,17 +228,17 @@ def test_a_merge_that_fails_is_undone(eight: Looks) -> None:
 
 def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
     looks = begun([5], job(degrees=(2,), alternates=False))
-    looks.change(requests=(Request("op", "move", "w2", Role.TRAINING, "job"),))
+    looks.change(requests=(PoolRequest("op", "move", "w2", Role.TRAINING, "job"),))
     looks.settle()
     assert looks.roles()["w2"] == "training" and degrees(looks) == [2]
-    looks.change(requests=(Request("op2", "move", "w2", Role.ROLLOUT, "job"),))
+    looks.change(requests=(PoolRequest("op2", "move", "w2", Role.ROLLOUT, "job"),))
     looks.settle()
     assert degrees(looks) == [2, 2]
 
 
 def test_a_worker_alone_is_no_engine_of_two() -> None:
     looks = begun([4, 1], job(degrees=(2,), alternates=False, helped=False))
-    looks.change(requests=(Request("op", "move", "w4", Role.ROLLOUT, "job"),))
+    looks.change(requests=(PoolRequest("op", "move", "w4", Role.ROLLOUT, "job"),))
     [declined] = [d for d in looks.look() if isinstance(d, Decline)]
     assert "takes 2 workers of one host" in declined.reason or looks.roles()["w4"] == "core"
 
@@ -262,8 +262,8 @@ def test_any_wish_is_met_where_a_host_has_the_workers(seed: int) -> None:
         assert met[-1] and degrees(looks) == sorted(wanted, reverse=True)
 
 
-def more(*ids: str) -> list[Worker]:
-    return [Worker(id, "host0", "cpu:0", 50 + number) for number, id in enumerate(ids)]
+def more(*ids: str) -> list[WorkerRow]:
+    return [WorkerRow(id, "host0", "cpu:0", 50 + number) for number, id in enumerate(ids)]
 
 
 def test_degrees_that_fit_no_worker_are_not_thought_of() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.state.pool.placing.fitting import never_fits
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.workers.settings import PoolSettings
 from services.planner.policies.cores import DEAR, NEVER, fewest_hosts
 from tests.unit.planner.pools import Looks, begun, job, pool
@@ -63,7 +63,7 @@ def test_a_core_whose_other_host_drains_or_is_lost_goes_on_elsewhere() -> None:
             looks.settle()
             looks.change(now_ms=looks.snapshot.now_ms + round(1000 * WIDE.lost_s) + 1)
         else:
-            looks.change(requests=(Request("op", "drain", host="host1"),))
+            looks.change(requests=(PoolRequest("op", "drain", host="host1"),))
         looks.settle()
         assert sorted(core_on(looks)) == ["host0"] * 3 + ["host2"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.state.pool.placing.decisions import Decision, HostGone
-from common.state.pool.placing.snapshot import LEFT, Host
+from common.state.pool.placing.snapshot import LEFT, PoolHost
 from tests.unit.planner.pools import Looks, begun, job
 
 GONE_MS = 11_000
@@ -75,7 +75,7 @@ def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
     home = next(w.host for w in looks.snapshot.workers if w.id == core)
     names = tuple(reversed(looks.snapshot.hosts))  # whichever comes first
     for hosts in (looks.snapshot.hosts, names):
-        looks.change(jobs=(job(shards=1),), hosts=tuple(Host(h.name) for h in hosts))
+        looks.change(jobs=(job(shards=1),), hosts=tuple(PoolHost(h.name) for h in hosts))
         looks.settle()
         [one] = [h.name for h in looks.snapshot.hosts if h.services]
         assert one == home

@@ -11,7 +11,7 @@ import pytest
 
 from common.hardware.shapes import ModelShape
 from common.hardware.zebra.kinds import declared_profile
-from common.state.pool.demand.measured import LEVELS, Lengths, Measured, Work
+from common.state.pool.demand.measured import LEVELS, Lengths, Measured, MeasuredWork
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import Decision, Place
 from common.state.pool.store.explained import explained_of
@@ -61,7 +61,7 @@ def kinds_of(looks: Looks) -> list[str]:
 
 def trained(looks: Looks, tokens_per_s: float, steps: float, start: str = "") -> None:
     """The core says that it has trained so much in each of so many seconds, of a step each."""
-    work = Work(steps=steps, busy_s=steps, tokens=tokens_per_s * steps)
+    work = MeasuredWork(steps=steps, busy_s=steps, tokens=tokens_per_s * steps)
     about = looks.snapshot.jobs[0].measured
     looks.job("job", measured=replace(about, work={f"trainer/job{start or core(looks).id}": work}))
 
@@ -260,7 +260,7 @@ def test_it_is_remembered_whole() -> None:
         True,
         True,
         {(): 5.0, (2, 4, 0, 1, 2): 6.0},
-        ("trainer/job", Work(steps=3, busy_s=2.5, held_s=0.5, tokens=100)),
+        ("trainer/job", MeasuredWork(steps=3, busy_s=2.5, held_s=0.5, tokens=100)),
         1,
         "",
         True,

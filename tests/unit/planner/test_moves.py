@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.job.config import PlannerConfig
-from common.state.pool.placing.decisions import Finish, Place
+from common.state.pool.placing.decisions import FinishMove, Place
 from common.state.pool.workers.rows import Doing
 from services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split, stepped
@@ -52,7 +52,7 @@ def test_a_move_tells_what_the_others_did_meanwhile() -> None:
     place = moved(looks, plant)
     looks.job("job", progress={"g0.0": 12, "g1.0": 180, place.resident.id: 3})
     looks.look()
-    finish = next(d for d in looks.look() if isinstance(d, Finish))
+    finish = next(d for d in looks.look() if isinstance(d, FinishMove))
     assert not finish.undone and not looks.snapshot.moves
     assert finish.details["others"] == {
         "g0.0": {"before": 11, "after": 12},
@@ -82,7 +82,7 @@ def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: 
             )
         )
     decisions = looks.look()
-    assert next(d for d in decisions if isinstance(d, Finish)).undone
+    assert next(d for d in decisions if isinstance(d, FinishMove)).undone
     assert list(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
     run(looks, plant, 2)
     assert list(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
@@ -95,7 +95,7 @@ def test_a_move_whose_worker_is_lost_ends() -> None:
     looks.look(ready=False)
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
     decisions = looks.settle()
-    finish = next(d for d in decisions if isinstance(d, Finish))
+    finish = next(d for d in decisions if isinstance(d, FinishMove))
     assert finish.undone and not looks.snapshot.moves
 
 

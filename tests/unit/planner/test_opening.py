@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.hardware.shapes import ModelShape
-from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, Work
+from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
 from common.state.pool.placing.decisions import Judge
 from common.state.pool.store.reading import snapshot_document, snapshot_of
 from services.planner.balance.balancing import PLAYED, Plays
@@ -35,7 +35,7 @@ def gathered(plant: Plant, steps: float) -> Measured:
     """What has been published when the groups of so many steps have come, and no step was made."""
     each = TRAJECTORIES * steps
     token_s = plant.base_s + 20 * plant.sequence_s
-    plant.total = Work(
+    plant.total = MeasuredWork(
         groups=16.0 * steps,
         trajectories=each,
         sampled=each * plant.tokens,

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.state.jobs import Phase
 from common.state.pool.placing.decisions import Remove
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier
 from tests.unit.planner.pools import Looks, begun, does, job, pool, settled
 
@@ -65,7 +65,7 @@ def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> N
     looks = paused(2, 2)
     looks.settle()
     looks.drain("host0")
-    looks.change(requests=(Request("op", "drain", host="host0"),))
+    looks.change(requests=(PoolRequest("op", "drain", host="host0"),))
     looks.settle()
     looks.job("b", need=replace(looks.snapshot.jobs[1].need, least=2))
     looks.settle()

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.job.config import PlannerConfig
-from common.state.pool.demand.measured import Curve, Measured, Work
+from common.state.pool.demand.measured import Curve, Measured, MeasuredWork
 from common.state.pool.placing.decisions import Decision, Judge
-from common.state.pool.placing.snapshot import Host
+from common.state.pool.placing.snapshot import PoolHost
 from services.planner.balance.trials import Verdict
 from services.planner.forecast.accounts import Account
 from services.planner.forecast.degrees import noted
@@ -93,10 +93,10 @@ def test_several_workers_move_at_once() -> None:
 
 def test_nothing_moves_where_the_host_has_no_core_left() -> None:
     looks, plant = mesh(), replace(SLOW_TRAINER)
-    looks.change(hosts=(Host("host0", cores=2.0, busy_cores=1.9),))
+    looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=1.9),))
     assert told(looks, plant, 30) == [] and split(looks) == (3, 1)
     assert looks.memory.watches["job"].explained["binds"] == "cores"
-    looks.change(hosts=(Host("host0", cores=2.0, busy_cores=0.5),))
+    looks.change(hosts=(PoolHost("host0", cores=2.0, busy_cores=0.5),))
     run(looks, plant, 20)
     assert split(looks) == (2, 2)
 
@@ -108,11 +108,15 @@ def test_a_split_that_is_to_be_held_is_held() -> None:
 
 
 def test_an_account_goes_on_when_a_process_starts_again() -> None:
-    account = Account().credited(Measured({"shard a": Work(groups=5.0), "core": Work(tokens=7.0)}))
-    account = account.credited(Measured({"core": Work(tokens=9.0)}))
-    account = account.credited(Measured({"shard b": Work(groups=2.0), "core": Work(tokens=9.0)}))
+    account = Account().credited(
+        Measured({"shard a": MeasuredWork(groups=5.0), "core": MeasuredWork(tokens=7.0)})
+    )
+    account = account.credited(Measured({"core": MeasuredWork(tokens=9.0)}))
+    account = account.credited(
+        Measured({"shard b": MeasuredWork(groups=2.0), "core": MeasuredWork(tokens=9.0)})
+    )
     assert (account.total.groups, account.total.tokens) == (7.0, 9.0)
-    back = account.credited(Measured({"shard a": Work(groups=6.0)}))
+    back = account.credited(Measured({"shard a": MeasuredWork(groups=6.0)}))
     assert back.total.groups == 8.0, "who was away for a moment is not counted twice"
     assert Account.of(json.loads(json.dumps(back.document()))) == back
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from common.state.pool.placing.decisions import Decline
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from tests.unit.planner.plant import Plant, run
 from tests.unit.planner.pools import Looks, begun, job
 
 
 def ask(looks: Looks, **about: Any) -> list[str]:
     """What comes of a request, at the looks until all is at rest; reasons of refusals."""
-    looks.change(requests=(Request("op", about.pop("kind", "move"), **about),))
+    looks.change(requests=(PoolRequest("op", about.pop("kind", "move"), **about),))
     return [d.reason for d in looks.settle() if isinstance(d, Decline)]
 
 

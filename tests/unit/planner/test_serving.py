@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.state.jobs import Phase
 from common.state.pool.placing.decisions import Decision, Decline, HostGone
-from common.state.pool.placing.snapshot import LEFT, Host, Request
+from common.state.pool.placing.snapshot import LEFT, PoolHost, PoolRequest
 from common.state.pool.placing.taking import ALL, nowhere, refusal
 from common.state.pool.workers.names import TAKEN, service
 from tests.unit.planner.pools import Looks, begun, job, pool
@@ -62,7 +62,7 @@ def test_shards_and_sandboxes_leave_a_host_that_drains_once_they_have_nothing_un
     there = looks.snapshot.hosts[0].services
     assert len([*there]) == 2
     looks.drain("host0")
-    looks.change(requests=(Request("op", "drain", host="host0"),))
+    looks.change(requests=(PoolRequest("op", "drain", host="host0"),))
     assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there
     looks.change(rests=frozenset(there[:1]))
     assert not settled_drains(looks.settle()) and looks.snapshot.hosts[0].services == there[1:]
@@ -175,7 +175,7 @@ def test_a_job_whose_services_no_host_takes_waits_and_takes_no_workers() -> None
         "waiting: no host takes its sandboxes now: host0 takes shards"
     )
     assert looks.workers_of("b") == 2 and list(where(looks)) == ["rollout/b/0"]
-    looks.change(hosts=(*looks.snapshot.hosts, Host("host1", takes=("sandboxes",))))
+    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host1", takes=("sandboxes",))))
     looks.settle()
     assert looks.snapshot.jobs[0].held == "" and where(looks)["sandbox/a/0"] == "host1"
 
@@ -234,10 +234,12 @@ def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
     offers(looks, "host1", takes=("sandboxes",))
     looks.settle()
     looks.drain("host1")
-    looks.change(requests=(Request("op", "drain", host="host1"),), rests=frozenset(where(looks)))
+    looks.change(
+        requests=(PoolRequest("op", "drain", host="host1"),), rests=frozenset(where(looks))
+    )
     assert settled_drains(looks.settle()) == [""], "nobody else could have it"
     assert where(looks)["sandbox/job/0"] == "host1"
-    looks.change(hosts=(*looks.snapshot.hosts, Host("host2", takes=("sandboxes",))))
+    looks.change(hosts=(*looks.snapshot.hosts, PoolHost("host2", takes=("sandboxes",))))
     looks.settle()
     assert where(looks)["sandbox/job/0"] == "host2"
 

@@ -11,7 +11,7 @@ import pytest
 from common.state.jobs import Phase
 from common.state.pool.placing.decisions import Place, Remove
 from common.state.pool.placing.fitting import never_fits
-from common.state.pool.placing.snapshot import Request
+from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.workers.rows import Gang, Resident, Role, Tier
 from common.state.pool.workers.settings import PoolSettings
 from tests.unit.planner.pools import NOW_MS, Looks, job, pool, settled
@@ -112,7 +112,7 @@ def step(
         looks.worker(worker, alive=kind == "back", token=100 + number)
     elif kind == "idle":
         role = drawn.choice([Role.IDLE, Role.ROLLOUT])
-        asked = Request(f"op{number}", "move", worker, role, drawn.choice(ids or [""]))
+        asked = PoolRequest(f"op{number}", "move", worker, role, drawn.choice(ids or [""]))
         looks.change(requests=(*snapshot.requests, asked))
     elif kind == "later":
         looks.change(now_ms=snapshot.now_ms + 1000 * drawn.choice([1, 11, 130]))
@@ -147,7 +147,7 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
     gone = {d.resident for d in decisions if isinstance(d, Remove)}
     core = next(d for d in decisions if isinstance(d, Place) and d.resident.core)
     assert gone == {"g0.0", "g0.1"} and core.resident.job == "b"
-    looks.change(requests=(Request("op", "move", "w1", Role.IDLE),))
+    looks.change(requests=(PoolRequest("op", "move", "w1", Role.IDLE),))
     looks.settle()
     assert looks.roles("d") == {"w2": "core+rollout"}, "w1 was put aside, and the planner lives"
 

@@ -171,9 +171,9 @@ def test_nobody_waits_for_a_version_that_was_abandoned() -> None:
 
         begun: list[tuple[int, int]] = []
         job._group = group  # type: ignore[assignment, method-assign]
-        job.start(groups.Admitted(1, 0, 15, lineage=0), [])  # admitted before the news came
-        job.start(groups.Admitted(2, 0, 9, lineage=1), [])
-        job.start(groups.Admitted(3, 0, 9, lineage=2), [])
+        job.start(groups.AdmittedGroup(1, 0, 15, lineage=0), [])  # admitted before the news came
+        job.start(groups.AdmittedGroup(2, 0, 9, lineage=1), [])
+        job.start(groups.AdmittedGroup(3, 0, 9, lineage=2), [])
         await asyncio.gather(*job._groups.values())
         assert begun == [(1, 8), (2, 9), (3, 9)] and world.entered == [0, 1, 2]
 

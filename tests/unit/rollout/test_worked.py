@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from common.job.evaluation_plan import EvaluationPlan
-from common.state.pool.demand.measured import Work, work_of
+from common.state.pool.demand.measured import MeasuredWork, work_of
 from services.rollout.evaluation import evaluate
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 
 SCORE_S = 3.0
 
 
-def work(bench: ShardBench) -> Work:
+def work(bench: ShardBench) -> MeasuredWork:
     return bench.job.runner.worked.work(bench.job.runner.commits.recorded)
 
 
@@ -49,7 +49,7 @@ def test_evaluation_counts_into_nothing(tmp_path: Path) -> None:
     async def story(bench: ShardBench) -> None:
         await evaluate(bench.job, EvaluationPlan("step-0", 0, ("sampled",)), 0)
         assert bench.job.runner.commits.sampled > 0
-        assert work(bench) == Work() and bench.job.stats().work == {}
+        assert work(bench) == MeasuredWork() and bench.job.stats().work == {}
 
     on_shard(tmp_path, story)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 
 from common.api.transfer.versions import Base
-from services.weights.deltas import MOST_BASES, Holder, bases
+from services.weights.deltas import MOST_BASES, VersionHolder, bases
 
 
 def version(number: int, lineage: int = 0) -> Base:
     return Base(lineage, number, f"{lineage}-{number}")
 
 
-def held(*numbers: int, anchor: int | None = None) -> list[Holder]:
+def held(*numbers: int, anchor: int | None = None) -> list[VersionHolder]:
     mark = None if anchor is None else version(anchor)
-    return [Holder(0.0, version(number), mark) for number in numbers]
+    return [VersionHolder(0.0, version(number), mark) for number in numbers]
 
 
 def test_nobody_receives() -> None:
@@ -33,7 +33,7 @@ def test_most_have_the_last_one() -> None:
 
 def test_of_as_many_the_newest_is_first() -> None:
     assert bases(held(6, 7), 16)[0] == version(7)
-    newer = Holder(0.0, version(2, lineage=1))
+    newer = VersionHolder(0.0, version(2, lineage=1))
     assert bases([*held(7), newer], 16)[0] == version(2, lineage=1)
 
 

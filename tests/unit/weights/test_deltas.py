@@ -29,7 +29,7 @@ from common.weights.delta import receiving
 from common.weights.delta.files import delta_of, keep
 from common.weights.delta.pairs import paired
 from common.weights.delta.receiving import from_deltas
-from common.weights.delta.sending import Deltas
+from common.weights.delta.sending import DeltaSender
 from common.weights.layout.images import Image
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
@@ -80,7 +80,7 @@ class Hosts:
         asked = BeginDelta("j", target, 0, host=self.trainer.settings.host)
         return (await self.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases
 
-    async def stage(self, deltas: Deltas | None) -> Base:
+    async def stage(self, deltas: DeltaSender | None) -> Base:
         """The next version, of which the deltas that are wanted are made."""
         number = len(self.versions)
         if number:
@@ -97,10 +97,10 @@ class Hosts:
             await deltas.done()
         return self.versions[-1]
 
-    def deltas(self, anchors: int = 0) -> Deltas:
+    def deltas(self, anchors: int = 0) -> DeltaSender:
         config = TrainingConfig(delta_anchors=anchors)
         bulk, group = BulkClient(self.trainer), TOGETHER * CHUNK
-        return Deltas(self.trainer, bulk, "j", config, group_bytes=group)
+        return DeltaSender(self.trainer, bulk, "j", config, group_bytes=group)
 
 
 class Engine:

@@ -28,7 +28,7 @@ from common.records.checkpoints import STATE, checkpoint_name, digests_below
 from common.weights.bulk.port import ChunkStore
 from common.weights.output import write_version
 from services.trainer.models import lora
-from services.weights.committed import Version, versions
+from services.weights.committed import StoredVersion, versions
 from services.weights.export import chosen, write, write_below
 from tests.unit.common.base.files.harms import flip
 
@@ -186,7 +186,7 @@ def test_steps_of_an_abandoned_lineage_are_not_the_runs(run: Run) -> None:
     assert chosen(run.directory) == back
     again = run.commit(2, weights(model(9)))
     assert [v.step for v in versions(run.directory)] == [0, 1, 2]
-    assert chosen(run.directory, 2) == Version(2, again)
+    assert chosen(run.directory, 2) == StoredVersion(2, again)
 
 
 def test_the_best_version_is_the_one_that_evaluation_named(run: Run, tmp_path: Path) -> None:

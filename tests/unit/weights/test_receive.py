@@ -31,7 +31,7 @@ from common.weights.layout.images import Image
 from common.weights.layout.manifest import Rows
 from common.weights.receive import Receiver
 from common.weights.staging import staged_whole
-from common.weights.ways.base import Version
+from common.weights.ways.base import WantedVersion
 from common.weights.ways.bringing import Bringing
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
@@ -166,7 +166,7 @@ class Lost:
     async def publish(self, manifest: str) -> None:
         raise PeerLost("nobody is there")
 
-    async def receive(self, version: Version, into: ChunkStore) -> None:
+    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         raise PeerLost("nobody is there")
 
 

@@ -114,7 +114,7 @@ def reserved() -> Callable[[], None]:
     return give
 
 
-class Channel:
+class ChildChannel:
     """The child's end of the socket pair to its parent: blocking, length-prefixed frames."""
 
     def __init__(self, stream: socket.socket) -> None:
@@ -122,7 +122,7 @@ class Channel:
         self._buffer = bytearray()
 
     @classmethod
-    def from_env(cls) -> Channel:
+    def from_env(cls) -> ChildChannel:
         """The channel that `Host.spawn` opened with `pipe`; KeyError if it opened none."""
         import socket
 

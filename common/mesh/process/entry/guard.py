@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from common.mesh.process.entry.child import tie_to_parent
-from common.mesh.process.output.log_bounds import Budget, bound
+from common.mesh.process.output.log_bounds import LogBudget, bound
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 NAME = b"meshrl-guard"
@@ -62,7 +62,7 @@ def enter(owner: int, output: int, show: Callable[[], None] = lambda: None) -> i
         libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
         _close_others({owner, output, reading})
         show()
-        Guard(child, owner, _Output(reading, output)).run()
+        ProcessGuard(child, owner, _Output(reading, output)).run()
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(output, traceback.format_exc().encode())
@@ -74,7 +74,7 @@ class _Output:
 
     def __init__(self, reading: int, log: int) -> None:
         self.reading, self._log = reading, log
-        self._budget, self._unbounded = Budget(), 0
+        self._budget, self._unbounded = LogBudget(), 0
         self._tail = b""  # of what was dropped
 
     @property
@@ -126,7 +126,7 @@ class _Output:
         self.note()
 
 
-class Guard:
+class ProcessGuard:
     """The loop of a guard's process."""
 
     def __init__(self, child: int, owner: int, output: _Output) -> None:

@@ -19,7 +19,7 @@ PART = 1 << 20
 NOTICE = re.compile(rb"\[meshrl: this log goes on from \S+; (\d+) bytes before that were deleted\]")
 
 
-class Budget:
+class LogBudget:
     """A token bucket of bytes that also counts what was dropped.
 
     After a drop nothing is let through until a second's worth of bytes is there, so that a process

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from common.base.host.terminal import VisibleStream, behind
-from common.mesh.process.output.log_bounds import Budget
+from common.mesh.process.output.log_bounds import LogBudget
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -25,7 +25,7 @@ class _Lossy(io.FileIO):
     def __init__(self, number: int) -> None:
         super().__init__(number, "wb", closefd=False)
         # Behind a pipe a guard holds the limit, for all that write to it.
-        self._budget = Budget() if stat.S_ISREG(os.fstat(number).st_mode) else None
+        self._budget = LogBudget() if stat.S_ISREG(os.fstat(number).st_mode) else None
 
     def write(self, content: Any) -> int:
         if self._budget is not None:

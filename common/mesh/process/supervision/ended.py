@@ -26,7 +26,7 @@ CRASH = "crash"  # what `restart` is of an end without an error: a signal, or no
 
 
 @dataclass(frozen=True)
-class Ended:
+class LastEnd:
     """The last end of a process of this name."""
 
     name: str
@@ -46,7 +46,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Report:
+class EndReport:
     """What a parent tells of a child that has ended."""
 
     name: str
@@ -64,7 +64,7 @@ class Report:
     operation: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-async def tell(state: State, report: Report) -> bool:
+async def tell(state: State, report: EndReport) -> bool:
     """Records an end, once for a report; whether its job failed by it."""
     failure = report.failure or NO_ERROR
     restart = failure.restart if report.failure is not None else CRASH
@@ -93,7 +93,7 @@ async def tell(state: State, report: Report) -> bool:
     return bool(answer["failed"])
 
 
-def advice(report: Report, restart: str) -> str:
+def advice(report: EndReport, restart: str) -> str:
     """What a job's error says after the cause: what to do, and what the log has of it."""
     text = ""
     if restart == CRASH:
@@ -107,12 +107,12 @@ def advice(report: Report, restart: str) -> str:
     return text
 
 
-async def ended(state: State) -> list[Ended]:
+async def ended(state: State) -> list[LastEnd]:
     """The last end of every process that has ended unasked, the latest first."""
     row = (await state.run("row", [MESH], {"key": ENDED}))["row"] or {}
-    names = Ended.__dataclass_fields__
+    names = LastEnd.__dataclass_fields__
     found = [
-        Ended(**{name: value for name, value in json.loads(text).items() if name in names})
+        LastEnd(**{name: value for name, value in json.loads(text).items() if name in names})
         for text in row.values()
     ]
     return sorted(found, key=lambda end: (-end.at_ms, end.name))
@@ -130,7 +130,7 @@ class Reports:
         self._state, self._clock = state, clock
         self._late: set[asyncio.Task[None]] = set()
 
-    async def tell(self, report: Report) -> bool:
+    async def tell(self, report: EndReport) -> bool:
         """Whether the job is known to have failed by it; it takes EVENT_S at most."""
         try:
             return await self._once(report)
@@ -138,17 +138,17 @@ class Reports:
             self.soon(report)
             return False
 
-    def soon(self, report: Report) -> None:
+    def soon(self, report: EndReport) -> None:
         """Tells of an end from the background, as of that of Redis itself."""
         task = asyncio.get_running_loop().create_task(self._later(report), name="late report")
         self._late.add(task)
         task.add_done_callback(self._late.discard)
 
-    async def _once(self, report: Report) -> bool:
+    async def _once(self, report: EndReport) -> bool:
         async with self._clock.timeout(EVENT_S, "the report of an end"):
             return await tell(self._state, report)
 
-    async def _later(self, report: Report) -> None:
+    async def _later(self, report: EndReport) -> None:
         until = self._clock.monotonic() + PATIENCE_S
         while self._clock.monotonic() < until:
             await self._clock.sleep(RETRY_S)
@@ -162,6 +162,6 @@ class Reports:
             task.cancel()
 
 
-def document(end: Ended) -> dict[str, Any]:
+def document(end: LastEnd) -> dict[str, Any]:
     """An end as JSON has it."""
     return asdict(end) | {"told": end.told}

@@ -44,7 +44,7 @@ class ChildSpec:
 
 
 @dataclass(frozen=True)
-class End:
+class ChildEnd:
     """How a run of a child ended: `why` in a few words, `failure` in its own."""
 
     code: int
@@ -75,14 +75,14 @@ class Hooks:
     async def started(self, child: Child) -> None:
         """A child has been started, for the first time or again."""
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         """A child has ended and is not restarted yet: the moment to free its registry name."""
 
     def lease_expired(self, child: Child) -> bool:
         """Whether the child runs although its lease has been gone for long: it is then killed."""
         return False
 
-    async def absolved(self, spec: ChildSpec, end: End) -> bool:
+    async def absolved(self, spec: ChildSpec, end: ChildEnd) -> bool:
         """Whether a child whose budget is spent starts anew with a fresh one, because what ended it
         has been taken from it.
         """
@@ -103,7 +103,7 @@ async def _tell(hook: Coroutine[None, None, None]) -> None:
 
 
 @dataclass
-class _Running:
+class _RunningChild:
     spec: ChildSpec
     restarts: Restarts
     child: Child | None = None
@@ -131,7 +131,7 @@ class Supervisor:
         self._host, self._clock = host, clock
         self._hooks = hooks or Hooks()
         self._strategy = strategy
-        self._children: dict[str, _Running] = {}
+        self._children: dict[str, _RunningChild] = {}
         self._specs = sorted(specs, key=lambda spec: spec.stage)
         self._all_together = asyncio.Lock()
 
@@ -162,7 +162,9 @@ class Supervisor:
             raise Refused(f"{spec.name} is supervised already", fix="remove it first")
         child = adopted or self._spawn(spec)
         began = self._clock.monotonic()
-        running = self._children[spec.name] = _Running(spec, Restarts(*spec.budget), child, began)
+        running = self._children[spec.name] = _RunningChild(
+            spec, Restarts(*spec.budget), child, began
+        )
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {spec.name}")
         await _tell(self._hooks.started(child))
         return child
@@ -202,7 +204,7 @@ class Supervisor:
             nice=spec.nice,
         )
 
-    async def _restart(self, running: _Running) -> None:
+    async def _restart(self, running: _RunningChild) -> None:
         """A start that fails is a run that failed: the child's watcher tries again or gives up."""
         try:
             running.child = self._spawn(running.spec)
@@ -214,7 +216,7 @@ class Supervisor:
             running.began = self._clock.monotonic()
             await _tell(self._hooks.started(running.child))
 
-    async def _stop_one(self, running: _Running, grace_s: float) -> None:
+    async def _stop_one(self, running: _RunningChild, grace_s: float) -> None:
         running.stopping = True
         if running.watcher is not None and running.watcher is not asyncio.current_task():
             running.watcher.cancel()
@@ -232,12 +234,14 @@ class Supervisor:
             child.kill()
             code = await child.wait(LONGEST_DELAY_S)
             why = f"{why}, after SIGKILL"
-        await _tell(self._hooks.ended(child, End(-9 if code is None else code, why, asked=True)))
+        await _tell(
+            self._hooks.ended(child, ChildEnd(-9 if code is None else code, why, asked=True))
+        )
 
-    async def _watch(self, running: _Running) -> None:
+    async def _watch(self, running: _RunningChild) -> None:
         while not running.stopping:
             if running.child is None:
-                end = End(NO_START, running.why_not)
+                end = ChildEnd(NO_START, running.why_not)
             else:
                 end = await self._end_of(running, running.child)
                 if running.stopping:
@@ -247,7 +251,7 @@ class Supervisor:
             if not await self._again(running, end):
                 return
 
-    async def _end_of(self, running: _Running, child: Child) -> End:
+    async def _end_of(self, running: _RunningChild, child: Child) -> ChildEnd:
         killed = ""
         while (code := await child.wait(CHECK_S)) is None:
             if not killed and self._hooks.lease_expired(child):
@@ -259,9 +263,9 @@ class Supervisor:
             failure = self._host.failure_of(child.pid, running.spec.log, code)
         final = failure is not None and failure.fatal
         ran_s = self._clock.monotonic() - running.began
-        return End(code, why, failure, running.restarts.total, final, ran_s=ran_s)
+        return ChildEnd(code, why, failure, running.restarts.total, final, ran_s=ran_s)
 
-    async def _again(self, running: _Running, end: End) -> bool:
+    async def _again(self, running: _RunningChild, end: ChildEnd) -> bool:
         """Restarts what has ended, or gives it up: at once what would only fail again. Whether its
         watcher goes on.
         """
@@ -288,14 +292,14 @@ class Supervisor:
         await self._restart(running)
         return True
 
-    async def _absolved(self, spec: ChildSpec, end: End) -> bool:
+    async def _absolved(self, spec: ChildSpec, end: ChildEnd) -> bool:
         try:
             return await self._hooks.absolved(spec, end)
         except Exception:
             traceback.print_exc()
             return False
 
-    async def _end_others(self, ended: _Running) -> None:
+    async def _end_others(self, ended: _RunningChild) -> None:
         """Each other child's own watcher sees the end, and restarts it without a charge."""
         if self._all_together.locked():
             return  # a sibling's end is why this one ended
@@ -303,7 +307,7 @@ class Supervisor:
             others = [r for r in self._children.values() if r is not ended and not r.stopping]
             await asyncio.gather(*(self._replace(other) for other in others))
 
-    async def _replace(self, running: _Running) -> None:
+    async def _replace(self, running: _RunningChild) -> None:
         if running.watcher is not None:
             running.watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):

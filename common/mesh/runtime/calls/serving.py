@@ -119,7 +119,7 @@ class Server:
         ] = []  # came while the actor starts
         self._running: dict[tuple[Peer, int], _Running] = {}
         self._of_one: dict[str | Peer, int] = {}  # how many of them each requester has
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _SeenIds] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         sweep.add(self._expire)
 
@@ -370,10 +370,10 @@ class Server:
         except MeshError:
             self._telemetry.count("control_dropped")
 
-    def _remember(self, sender: str) -> _Seen:
+    def _remember(self, sender: str) -> _SeenIds:
         if len(self._seen) >= REMEMBERED_SENDERS:
             del self._seen[next(iter(self._seen))]
-        seen = self._seen[sender] = _Seen()
+        seen = self._seen[sender] = _SeenIds()
         return seen
 
     async def stop(self, within_s: float) -> None:
@@ -385,7 +385,7 @@ class Server:
             await asyncio.wait(tasks, timeout=within_s)
 
 
-class _Seen:
+class _SeenIds:
     """Which call ids of one sender were taken: at most once, also over a network that repeats."""
 
     __slots__ = ("_floor", "_ids")

@@ -15,7 +15,7 @@ FIGURES = 4  # of a published coefficient that count
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MeasuredWork:
     """What has been done so far: counts and seconds, of one process or of several together."""
 
     # by shards
@@ -36,25 +36,25 @@ class Work:
     tokens: float = 0.0  # trained
     prompted: float = 0.0  # by shards: tokens of the prompts of ended trajectories
 
-    def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, n) + getattr(other, n) for n in FIELDS))
+    def __add__(self, other: MeasuredWork) -> MeasuredWork:
+        return MeasuredWork(*(getattr(self, n) + getattr(other, n) for n in FIELDS))
 
-    def __sub__(self, other: Work) -> Work:
-        return Work(*(getattr(self, n) - getattr(other, n) for n in FIELDS))
-
-
-FIELDS = tuple(one.name for one in fields(Work))
+    def __sub__(self, other: MeasuredWork) -> MeasuredWork:
+        return MeasuredWork(*(getattr(self, n) - getattr(other, n) for n in FIELDS))
 
 
-def told(work: Work) -> dict[str, float]:
+FIELDS = tuple(one.name for one in fields(MeasuredWork))
+
+
+def told(work: MeasuredWork) -> dict[str, float]:
     """What a process publishes as `work`: what is not zero, as the leader reads it of thousands."""
     found = ((name, round(getattr(work, name), DIGITS)) for name in FIELDS)
     return {name: value for name, value in found if value}
 
 
-def work_of(said: Mapping[str, Any]) -> Work:
+def work_of(said: Mapping[str, Any]) -> MeasuredWork:
     """The counts that `told` made a document of; what a newer process counts beside is left out."""
-    return Work(**{name: float(said[name]) for name in FIELDS if name in said})
+    return MeasuredWork(**{name: float(said[name]) for name in FIELDS if name in said})
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def together(found: Sequence[Lengths]) -> Lengths | None:
 class Measured:
     """All that a job's live processes say of their work."""
 
-    work: Mapping[str, Work] = field(default_factory=dict)  # by process and incarnation
+    work: Mapping[str, MeasuredWork] = field(default_factory=dict)  # by process and incarnation
     curves: tuple[Curve, ...] = ()  # of its engines, one for each that has one
     lengths: Lengths | None = None  # of its shards together
     # what a mixture costs on kinds of accelerators, by their names, as ranks have measured it

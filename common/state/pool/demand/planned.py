@@ -15,7 +15,7 @@ from common.state.pool.demand.needs import Need, PlannedJob
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishedStats:
     """A live process, and what it has published."""
 
     name: str
@@ -30,7 +30,7 @@ PROGRESS = {"engine": "tokens", "trainer": "step", "hybrid": "bins"}  # what a p
 def planned(
     row: Mapping[str, Any],
     document: Mapping[str, Any],
-    processes: Sequence[Published] = (),
+    processes: Sequence[PublishedStats] = (),
     kinds: Mapping[str, str] | None = None,
 ) -> PlannedJob:
     """The job of a row, its document (the resolved job file) and its live processes. `kinds`: what
@@ -80,7 +80,7 @@ def _model(document: Mapping[str, Any]) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need:
+def _needed(document: Mapping[str, Any], processes: Sequence[PublishedStats]) -> Need:
     """What the document asks for, and what its core has said: a version may be in other types than
     the document asks for, or the base of its adapters.
     """
@@ -91,7 +91,7 @@ def _needed(document: Mapping[str, Any], processes: Sequence[Published]) -> Need
     return need
 
 
-def measured(processes: Sequence[Published], kinds: Mapping[str, str]) -> Measured:
+def measured(processes: Sequence[PublishedStats], kinds: Mapping[str, str]) -> Measured:
     """What a job's live processes say of their work, by name and incarnation: who starts again
     counts from nothing.
     """

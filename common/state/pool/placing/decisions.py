@@ -111,7 +111,7 @@ class Serve:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishMove:
     """A move is complete, or undone; its event tells what the others did meanwhile."""
 
     move: Move
@@ -148,7 +148,7 @@ Decision = (
     | Admit
     | FailJob
     | Serve
-    | Finish
+    | FinishMove
     | Decline
     | Judge
 )

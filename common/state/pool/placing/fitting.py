@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from common.state.pool.demand.needs import Need
 from common.state.pool.placing.budgets import room, takes
-from common.state.pool.workers.rows import Budget, Role, Tier, Worker
+from common.state.pool.workers.rows import Budget, Role, Tier, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 
 
@@ -22,7 +22,7 @@ def least_workers(need: Need, turns: bool) -> int:
     return max(need.least, tight_floor(need) if turns else need.floor)
 
 
-def fitted(need: Need, workers: Sequence[Worker]) -> Need:
+def fitted(need: Need, workers: Sequence[WorkerRow]) -> Need:
     """The need with those degrees alone that an engine of the job can have on these workers: so
     many of one host, each with the bytes of its part. With all degrees where it can have none.
     """
@@ -35,7 +35,7 @@ def fitted(need: Need, workers: Sequence[Worker]) -> Need:
     return replace(need, degrees=degrees, alternates=need.alternates and degrees[0] == 1)
 
 
-def never_fits(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> str:
+def never_fits(need: Need, workers: Sequence[WorkerRow], settings: PoolSettings) -> str:
     """Why a job can never run on these workers, and what to do; empty when it can."""
     need = fitted(need, workers)
     places = Counter(map(settings.place, workers))
@@ -80,7 +80,7 @@ def never_fits_on(need: Need, places: Mapping[str, int], settings: PoolSettings)
     return ""
 
 
-def too_large(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> str:
+def too_large(need: Need, workers: Sequence[WorkerRow], settings: PoolSettings) -> str:
     """Why no accelerators of these workers have the bytes of a job's core, or of its engine, and
     what to do; empty when some have, and while its bytes are not known.
     """
@@ -109,7 +109,7 @@ def too_large(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> 
     return ""
 
 
-def too_far_apart(need: Need, workers: Sequence[Worker], settings: PoolSettings) -> str:
+def too_far_apart(need: Need, workers: Sequence[WorkerRow], settings: PoolSettings) -> str:
     """Why a core and an engine of several workers do not find room beside each other: each takes
     workers of one place; empty when they do.
     """

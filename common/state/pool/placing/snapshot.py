@@ -8,7 +8,7 @@ from typing import Any
 from common.job.isolation.isolation import TRYING
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.workers.names import TAKEN
-from common.state.pool.workers.rows import Gang, Worker
+from common.state.pool.workers.rows import Gang, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 
 NOTICE = "is told to end"  # why nothing is placed on a host that ends soon, and may come back
@@ -16,7 +16,7 @@ LEFT = "has left"  # why nothing is placed on a host that is in the mesh no more
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class PoolHost:
     """A host that workers, shards and sandboxes run on."""
 
     name: str
@@ -37,7 +37,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PoolRequest:
     """What a person asked for; `kind` is move or drain."""
 
     op: str
@@ -66,11 +66,11 @@ class Snapshot:
     """One look. Times are Redis' own, in milliseconds."""
 
     now_ms: int
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
     gangs: tuple[Gang, ...] = ()
     jobs: tuple[PlannedJob, ...] = ()  # those that have not ended, as they were submitted
-    hosts: tuple[Host, ...] = ()
-    requests: tuple[Request, ...] = ()  # in the order in which they were made
+    hosts: tuple[PoolHost, ...] = ()
+    requests: tuple[PoolRequest, ...] = ()  # in the order in which they were made
     moves: tuple[Move, ...] = ()
     rests: frozenset[str] = frozenset()  # shards and sandboxes whose end would lose no work
     settings: PoolSettings = field(default_factory=PoolSettings)

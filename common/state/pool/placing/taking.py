@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from common.base.errors import ConfigError
 from common.job.isolation.isolation import contains
 from common.state.pool.demand.needs import Need
-from common.state.pool.placing.snapshot import LEFT, Host
+from common.state.pool.placing.snapshot import LEFT, PoolHost
 from common.state.pool.workers.names import TAKEN
 
 NONE = "none"
@@ -35,7 +35,7 @@ def written(takes: Sequence[str]) -> str:
     return ",".join(takes) or NONE
 
 
-def refusal(host: Host, kind: str, need: Need) -> str:
+def refusal(host: PoolHost, kind: str, need: Need) -> str:
     """Why a host does not take a service of this kind, in words that follow its name; empty where
     it does, whether or not it is there.
     """
@@ -48,7 +48,7 @@ def refusal(host: Host, kind: str, need: Need) -> str:
     return f"has {' and '.join(host.tiers) or 'no isolation'}"
 
 
-def nowhere(hosts: Iterable[Host], kind: str, need: Need) -> str:
+def nowhere(hosts: Iterable[PoolHost], kind: str, need: Need) -> str:
     """Why a service of this kind has no host now: what each of them says; empty when there is
     none to ask, as before any has come.
     """

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from common.state.pool.placing.snapshot import Move, Request
+from common.state.pool.placing.snapshot import Move, PoolRequest
 from common.state.pool.workers.rows import (
     Apart,
     Budget,
@@ -16,7 +16,7 @@ from common.state.pool.workers.rows import (
     Resident,
     Role,
     Tier,
-    Worker,
+    WorkerRow,
 )
 
 RESIDENT, REPORT = "resident:", "report:"  # begin the names of fields of a gang's row
@@ -84,7 +84,7 @@ def report_of(rank: int, row: Mapping[str, Any]) -> Report:
     )
 
 
-def worker_document(worker: Worker) -> dict[str, Any]:
+def worker_document(worker: WorkerRow) -> dict[str, Any]:
     """What a worker says of itself when it joins."""
     return {
         "host": worker.host,
@@ -96,10 +96,10 @@ def worker_document(worker: Worker) -> dict[str, Any]:
     }
 
 
-def worker_of(row: Mapping[str, Any]) -> Worker:
+def worker_of(row: Mapping[str, Any]) -> WorkerRow:
     """The worker of a row."""
     about = row["about"]
-    return Worker(
+    return WorkerRow(
         id=row["id"],
         host=about["host"],
         accelerator=about["accelerator"],
@@ -152,9 +152,9 @@ def move_of(id: str, row: Mapping[str, Any]) -> Move:
     return Move(id, row["gang"], row["started_ms"], row["until_ms"], row["back"], row["details"])
 
 
-def request_of(op: str, row: Mapping[str, Any]) -> Request:
+def request_of(op: str, row: Mapping[str, Any]) -> PoolRequest:
     """What a person asked for under this operation."""
-    return Request(
+    return PoolRequest(
         op=op,
         kind=row["kind"],
         worker=row["worker"],

@@ -10,7 +10,7 @@ from common.job.isolation.isolation import MEANING
 from common.state import registry
 from common.state.pool.demand.needs import Need
 from common.state.pool.placing.fitting import never_fits
-from common.state.pool.placing.snapshot import Host
+from common.state.pool.placing.snapshot import PoolHost
 from common.state.pool.placing.taking import refusal
 from common.state.pool.store import store as pool
 from common.state.pool.workers.names import TAKEN
@@ -37,12 +37,12 @@ async def refuse_what_never_fits(state: State, need: Need) -> None:
         raise Refused(why)
 
 
-async def offers(state: State) -> list[Host]:
+async def offers(state: State) -> list[PoolHost]:
     """The hosts of the mesh, with what each takes, those that are away for minutes among them."""
     return [pool.host_of(entry) for entry in await registry.entries(state, "node")]
 
 
-def not_contained(hosts: Sequence[Host], need: Need) -> str:
+def not_contained(hosts: Sequence[PoolHost], need: Need) -> str:
     """Why no sandbox of a job can be on any of these hosts, as each that takes sandboxes has said
     which isolation it has; empty when one may be. Where none takes them the job waits for one.
     """

@@ -9,9 +9,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from common.state.pool.demand.measured import kind_of
-from common.state.pool.demand.planned import Published, planned
+from common.state.pool.demand.planned import PublishedStats, planned
 from common.state.pool.placing.decisions import Decision
-from common.state.pool.placing.snapshot import Host, Move, Request, Snapshot
+from common.state.pool.placing.snapshot import Move, PoolHost, PoolRequest, Snapshot
 from common.state.pool.store.documents import (
     gang_of,
     move_of,
@@ -24,7 +24,7 @@ from common.state.pool.store.documents import (
 from common.state.pool.store.explained import Explained, explained_of
 from common.state.pool.store.writing import written
 from common.state.pool.workers.names import agent as agent_process
-from common.state.pool.workers.rows import Gang, Report, Worker
+from common.state.pool.workers.rows import Gang, Report, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 from common.state.redis.client import State
 from common.state.redis.keys import MESH, PLANNER
@@ -42,7 +42,7 @@ _POLLED = ("about", "token", "gang", "membership", "revision")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PoolLook:
     """All that a leader decides from."""
 
     snapshot: Snapshot
@@ -51,7 +51,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedDecision:
     """A decision that was not written, because what it presumes is no longer so."""
 
     decision: Decision
@@ -61,7 +61,7 @@ class Refusal:
 # -- workers -----------------------------------------------------------------------------------
 
 
-async def join_worker(state: State, worker: Worker) -> Worker:
+async def join_worker(state: State, worker: WorkerRow) -> WorkerRow:
     """Puts a worker on record, or takes its record up again; its row.
 
     It stays in the gang that it is in, if any. A new start of it (another token) voids what it
@@ -77,7 +77,7 @@ async def join_worker(state: State, worker: Worker) -> Worker:
     return worker_of((await state.run("join_worker", [MESH], args))["row"])
 
 
-async def worker_row(state: State, id: str) -> Worker | None:
+async def worker_row(state: State, id: str) -> WorkerRow | None:
     """The record that a worker polls, in one cheap command; None when it is on record no more, as
     one that has been gone for long: it may join again. Whether it lives is not asked.
     """
@@ -97,7 +97,7 @@ async def worker_row(state: State, id: str) -> Worker | None:
     )
 
 
-async def workers(state: State) -> list[Worker]:
+async def workers(state: State) -> list[WorkerRow]:
     """All workers on record, w2 before w10."""
     rows = (await state.run("pool_rows", [MESH], {"what": "workers"}))["rows"]
     return sorted(map(worker_of, rows), key=lambda worker: numbered(worker.id))
@@ -180,7 +180,7 @@ async def served(state: State) -> list[tuple[str, str]]:
 # -- people ----------------------------------------------------------------------------------------
 
 
-async def request(state: State, request: Request) -> None:
+async def request(state: State, request: PoolRequest) -> None:
     """Asks the leader for something, once for `request.op`. It stays on record until it is granted,
     which the event of the decision tells by its `op`, or declined, as `move_declined`. A host that
     is to be drained is marked as draining at once.
@@ -226,7 +226,7 @@ async def settings(state: State) -> PoolSettings:
 _documents: WeakKeyDictionary[State, dict[str, dict[str, Any]]] = WeakKeyDictionary()
 
 
-async def look(state: State, token: int) -> Look:
+async def look(state: State, token: int) -> PoolLook:
     """One look at everything, in one script; Fenced for a leader that is no longer one."""
     known = _documents.setdefault(state, {})
     args = {"election": PLANNER, "token": token, "known": list(known)}
@@ -237,7 +237,7 @@ async def look(state: State, token: int) -> Look:
         if row["digest"]:
             documents[row["digest"]] = row["document"]
     _documents[state] = documents
-    return Look(_snapshot(found), found["memory"], found["written"])
+    return PoolLook(_snapshot(found), found["memory"], found["written"])
 
 
 async def write(
@@ -247,7 +247,7 @@ async def write(
     decisions: Sequence[Decision],
     memory: Mapping[str, Any] | None,
     after: int | None = None,
-) -> list[Refusal]:
+) -> list[RefusedDecision]:
     """Writes the decisions of one look, in chunks and once for `op`, and with the last of them the
     leaders' memory (None: it has not changed); those that no longer apply.
 
@@ -260,7 +260,7 @@ async def write(
     chunks = [documents[i : i + CHUNK] for i in range(0, len(documents), CHUNK)]
     if not chunks and memory is not None:
         chunks = [[]]
-    refused: list[Refusal] = []
+    refused: list[RefusedDecision] = []
     for number, chunk in enumerate(chunks):
         args: dict[str, Any] = {
             "election": PLANNER,
@@ -273,7 +273,9 @@ async def write(
         if memory is not None and number == len(chunks) - 1:
             args["memory"] = json.dumps(memory)
         answer = await state.run("write", [MESH], args)
-        refused += [Refusal(decisions[r["index"]], r["reason"]) for r in answer["refused"] or []]
+        refused += [
+            RefusedDecision(decisions[r["index"]], r["reason"]) for r in answer["refused"] or []
+        ]
     return refused
 
 
@@ -293,8 +295,8 @@ async def forget_gone(state: State, token: int, gone_s: float, ended_s: float = 
 
 
 def _snapshot(found: dict[str, Any]) -> Snapshot:
-    processes = [Published(**row) for row in found["processes"]]
-    by_job: dict[str, list[Published]] = {}
+    processes = [PublishedStats(**row) for row in found["processes"]]
+    by_job: dict[str, list[PublishedStats]] = {}
     for process in processes:
         by_job.setdefault(process.stats.get("job", ""), []).append(process)
     alive = frozenset(found["alive"])
@@ -321,8 +323,8 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
 
 
 def _hosts(
-    found: dict[str, Any], known: Sequence[Worker], processes: Sequence[Published]
-) -> tuple[Host, ...]:
+    found: dict[str, Any], known: Sequence[WorkerRow], processes: Sequence[PublishedStats]
+) -> tuple[PoolHost, ...]:
     """Those that have an agent, or workers, or services."""
     agents = {p.name.partition("/")[2]: p for p in processes if p.kind == "node"}
     said = {row["name"]: row["stats"] for row in found["away"]}
@@ -331,7 +333,7 @@ def _hosts(
     draining = found["draining"]
     names = sorted({*agents, *services, *(worker.host for worker in known)})
     return tuple(
-        Host(
+        PoolHost(
             name,
             alive=name in agents,
             draining=draining.get(name, "") or str(_stat(agents.get(name), "draining")),
@@ -342,10 +344,10 @@ def _hosts(
     )
 
 
-def host_of(agent: Entry) -> Host:
+def host_of(agent: Entry) -> PoolHost:
     """A host as its agent's entry in the registry tells of it, without its services."""
     draining = str(agent.stats.get("draining") or "")
-    return Host(agent.host, alive=agent.alive, draining=draining, **_offer(agent.stats))
+    return PoolHost(agent.host, alive=agent.alive, draining=draining, **_offer(agent.stats))
 
 
 def _offer(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,5 +356,5 @@ def _offer(said: Mapping[str, Any]) -> dict[str, Any]:
     return offer | {key: tuple(said[key]) for key in PLACES if said.get(key) is not None}
 
 
-def _stat(process: Published | None, name: str) -> Any:
+def _stat(process: PublishedStats | None, name: str) -> Any:
     return process.stats.get(name) or "" if process is not None else ""

@@ -11,7 +11,7 @@ from common.state.pool.placing.decisions import (
     Decline,
     Dissolve,
     FailJob,
-    Finish,
+    FinishMove,
     Form,
     HostGone,
     Judge,
@@ -60,7 +60,7 @@ def _arguments(decision: Decision) -> dict[str, Any]:
             names = list(services)
             told = {"services": names}
             return {"kind": "serve", "host": host, "row": json.dumps(names), "extra": told}
-        case Finish(move, undone, details):
+        case FinishMove(move, undone, details):
             return {
                 "kind": "finish",
                 "id": move.id,

@@ -49,7 +49,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerRow:
     """One accelerator, or a slot of a CPU host. Its record is all that it polls."""
 
     id: str  # the registry has its process as worker/<id>

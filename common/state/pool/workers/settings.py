@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.job.constraints import FileTable, NonNegative, Positive
-from common.state.pool.workers.rows import Worker
+from common.state.pool.workers.rows import WorkerRow
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PoolSettings(FileTable):
     short_s: NonNegative = 15.0
     keep_days: NonNegative = 30.0  # that records of jobs that have ended are kept
 
-    def place(self, worker: Worker) -> str:
+    def place(self, worker: WorkerRow) -> str:
         """What the workers of a gang have in common: the name of a host, or of a network."""
         if self.gangs == "host":
             return worker.host

@@ -11,7 +11,7 @@ import torch
 from common.base.errors import ConfigError
 from common.model.architecture.config import ModelConfig
 from common.model.files.hf import load_model, save_model
-from common.model.files.rows import Beginning, Drawn, Stored, normal_rows
+from common.model.files.rows import Beginning, Drawn, StoredRows, normal_rows
 from common.model.network.decoder import Decoder, Layer
 
 DENSE = {
@@ -97,7 +97,7 @@ def test_rows_of_a_directory_are_those_of_the_model_that_it_holds(
     config = ModelConfig.from_hf(MODELS[kind])
     save_model(tmp_path, config, drawn_whole(config).state_dict(), shard_bytes=shard_bytes)
     config, model = load_model(tmp_path)
-    beginning = Stored(tmp_path, config)
+    beginning = StoredRows(tmp_path, config)
     assert_whole(model, [in_rows(model, beginning, rank, 3) for rank in range(3)])
 
 
@@ -107,13 +107,13 @@ def test_weights_that_are_none_and_tensors_of_another_shape_are_named(tmp_path: 
     with torch.no_grad():
         cast(Layer, model.layers[1]).down[20, 3] = torch.nan
     save_model(tmp_path, config, model.state_dict())
-    beginning = Stored(tmp_path, config)
+    beginning = StoredRows(tmp_path, config)
     assert in_rows(model, beginning, 0, 2)  # whose rows are well
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.weight has 1 of"):
         in_rows(model, beginning, 1, 2)
     other = ModelConfig.from_hf(DENSE | {"intermediate_size": 48})
     with pytest.raises(ConfigError, match=r"is \[40, 24\], not \[48, 24\]"):
-        Stored(tmp_path, other)
+        StoredRows(tmp_path, other)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="the model cannot be read: OSError"):
         in_rows(model, beginning, 0, 2)

@@ -13,7 +13,7 @@ from common.api.weights import Tensor
 from common.base.digest import digest_of
 from common.model.files.safetensors_file import DTYPES
 from common.weights.layout.laying import Chunk, How, Laying, Part, slices, whole
-from common.weights.staging import Version, assembled
+from common.weights.staging import StagedVersion, assembled
 
 TENSORS = {
     "embedding": torch.randn(37, 40, generator=torch.Generator().manual_seed(1)),
@@ -35,7 +35,7 @@ def rows_of(rank: int, ranks: int, names: list[str], part: int, parts: int) -> d
     return found
 
 
-def staged(how: How, ranks: int, most: int) -> tuple[Version, dict[str, bytes]]:
+def staged(how: How, ranks: int, most: int) -> tuple[StagedVersion, dict[str, bytes]]:
     """A version of so many ranks that copy `most` bytes at a time, and its chunks."""
     laid, chunks = [], {}
 
@@ -57,7 +57,7 @@ def staged(how: How, ranks: int, most: int) -> tuple[Version, dict[str, bytes]]:
     return assembled("job", 0, 1, TENSORS, laid), chunks
 
 
-def read(version: Version, chunks: dict[str, bytes]) -> dict[str, torch.Tensor]:
+def read(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Tensor]:
     """The tensors, put together of their pieces."""
     found = {}
     for name, tensor in TENSORS.items():

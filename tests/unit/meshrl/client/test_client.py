@@ -15,7 +15,7 @@ from common.base.errors import ConfigError, DeadlineExceeded, NotFound, Refused,
 from common.base.host.settings import MeshSettings
 from common.state import events, jobs
 from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Budget, Worker
+from common.state.pool.workers.rows import Budget, WorkerRow
 from common.state.redis.client import State
 from common.state.redis.keys import MESH
 from common.state.registry import Entry, register
@@ -64,9 +64,9 @@ async def test_a_job_that_no_accelerator_has_room_for_is_refused_with_its_bytes(
     state = await State.open(held.url)
     try:
         token = await register(state, Entry("worker/w0", "worker"), 60_000)
-        await pool.join_worker(state, Worker("w0", "a", "cpu:0", token, budget=Budget(3 * size)))
+        await pool.join_worker(state, WorkerRow("w0", "a", "cpu:0", token, budget=Budget(3 * size)))
         token = await register(state, Entry("worker/w1", "worker"), 60_000)
-        await pool.join_worker(state, Worker("w1", "a", "cpu:0", token, budget=Budget(3 * size)))
+        await pool.join_worker(state, WorkerRow("w1", "a", "cpu:0", token, budget=Budget(3 * size)))
     finally:
         await state.close()
     async with Client(held.root) as client:
@@ -110,7 +110,7 @@ async def test_a_move_is_asked_for_and_its_verdict_told(held: HeldMesh) -> None:
     try:
         lease = Entry("worker/w0", "worker", incarnation="one", run_root=str(held.root))
         token = await register(state, lease, 60_000)
-        await pool.join_worker(state, Worker("w0", "here", "cpu:0", token))
+        await pool.join_worker(state, WorkerRow("w0", "here", "cpu:0", token))
         async with Client(held.root) as client:
             assert [worker.id for worker in (await client.workers()).workers] == ["w0"]
             with pytest.raises(NotFound, match="There are: w0"):

@@ -11,7 +11,7 @@ from common.base.errors import PeerLost, StateUnavailable, StorageFull
 from common.base.random import Random
 from common.mesh.process.ends.failure import Failure
 from common.mesh.process.supervision.ended import Reports
-from common.mesh.process.supervision.supervisor import ChildSpec, End
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
 from meshrl.launch.absolving import PATIENCE_S, PROGRESS_S, absolved
@@ -21,9 +21,9 @@ from tests.meshes import alone
 from tests.unit.node.test_failing_roles import DOCUMENT
 
 SPEC = ChildSpec("rollout/job/0", [])
-ODD = End(1, "exit status 1", Failure.of(ValueError("odd")))
-LOST = End(1, "exit status 1", Failure.of(PeerLost("gone")))
-Ask = Callable[[End], Awaitable[bool]]
+ODD = ChildEnd(1, "exit status 1", Failure.of(ValueError("odd")))
+LOST = ChildEnd(1, "exit status 1", Failure.of(PeerLost("gone")))
+Ask = Callable[[ChildEnd], Awaitable[bool]]
 
 
 def with_mesh(look: Callable[[Mesh, Clock, Ask], Awaitable[None]]) -> None:
@@ -31,7 +31,7 @@ def with_mesh(look: Callable[[Mesh, Clock, Ask], Awaitable[None]]) -> None:
         mesh = alone("launcher", clock, random, SimulatedHost(clock, random))
         reports = Reports(mesh.state, clock)
 
-        async def ask(end: End, full: str = "") -> bool:
+        async def ask(end: ChildEnd, full: str = "") -> bool:
             return await absolved(mesh.state, reports, SPEC, end, full)
 
         await look(mesh, clock, ask)
@@ -63,7 +63,7 @@ def test_a_lost_peer_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
 def test_an_outage_is_waited_out() -> None:
     async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
         for error in (StorageFull("full"), StateUnavailable("away")):
-            end = End(1, "exit status 1", Failure.of(error), lasting_s=10 * PATIENCE_S)
+            end = ChildEnd(1, "exit status 1", Failure.of(error), lasting_s=10 * PATIENCE_S)
             assert await ask(end)
 
     with_mesh(look)
@@ -73,7 +73,7 @@ def test_a_job_whose_errors_spend_the_budget_fails_and_the_mesh_goes_on(tmp_path
     async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
         await clock.sleep(PROGRESS_S + 1.0)
-        assert await ask(End(1, "exit status 1", Failure.of(ValueError("odd"), job="calc")))
+        assert await ask(ChildEnd(1, "exit status 1", Failure.of(ValueError("odd"), job="calc")))
         row = await jobs.job(mesh.state, "calc")
         assert row.phase == "failed" and "rollout/job/0 ended by ValueError: odd" in row.error
 

@@ -23,7 +23,7 @@ from common.base.errors import (
     StorageFull,
 )
 from common.base.host.ports import Taken
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.process.host import SystemHost
 from common.mesh.telemetry.endpoint import MetricsEndpoint
 from meshrl.directory.places import MeshPlace
@@ -158,7 +158,9 @@ def test_every_port_that_is_taken_may_be_free_soon(what: str, tmp_path: Path) ->
         if what == "metrics":
             MetricsEndpoint(f"127.0.0.1:{port}", "", SystemHost(), {})
         else:
-            Network(Admitted("head-000001", {}, 0.0), f"127.0.0.1:{port}").listening(tmp_path, None)
+            Network(AdmittedHost("head-000001", {}, 0.0), f"127.0.0.1:{port}").listening(
+                tmp_path, None
+            )
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -18,7 +18,7 @@ from common.base.clock import SystemClock
 from common.mesh.process.forking.birth import NURSERY_ENV, answers
 from common.mesh.process.handle import Child, start_time
 from common.mesh.process.host import SystemHost
-from common.mesh.process.supervision.supervisor import End
+from common.mesh.process.supervision.supervisor import ChildEnd
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import plan
 from meshrl.launch.nursery import MeshNursery
@@ -140,7 +140,7 @@ async def test_one_that_is_stopped_for_good_is_replaced_and_its_end_is_told(
     monkeypatch.setattr(plan, "NURSERY", ())
     told: list[str] = []
 
-    async def ended(child: Child, end: End) -> None:
+    async def ended(child: Child, end: ChildEnd) -> None:
         told.append(child.name)
 
     mine = MeshNursery(SystemHost(), SystemClock(), MeshPlace(tmp_path), {}, (5, 60.0), ended)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.files import lines
-from common.state.server.rollback import JobMark, Mark
+from common.state.server.rollback import JobMark, RollbackMark
 from meshrl.launch.redis.recorded import RunRecord, recorded
 
 
@@ -18,17 +18,17 @@ def line(number: int, kind: str, **fields: Any) -> str:
 
 def test_a_record_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
     record, file = RunRecord(tmp_path, "j"), tmp_path / "events.jsonl"
-    assert record.look() == Mark() and recorded(tmp_path, "j") == Mark()
+    assert record.look() == RollbackMark() and recorded(tmp_path, "j") == RollbackMark()
     begun = line(1, "registered", job="", token=7) + line(2, "opened", groups=[3, 4])
     file.write_text(begun + line(3, "step", lineage=1, version=2)[:-9])
     run_dir = str(tmp_path)
-    assert record.look() == Mark("2-0", 7, {"j": JobMark(next_group=5, run_dir=run_dir)})
+    assert record.look() == RollbackMark("2-0", 7, {"j": JobMark(next_group=5, run_dir=run_dir)})
     file.write_text(begun + line(3, "step", lineage=1, version=2) + "no line\n")
-    now = Mark("3-0", 7, {"j": JobMark(1, 2, 5, run_dir)})
+    now = RollbackMark("3-0", 7, {"j": JobMark(1, 2, 5, run_dir)})
     assert record.look() == recorded(tmp_path, "j") == now
     with file.open("a") as more:
         more.write(line(4, "opened", job="another", groups=[99]) + line(5, "phase", phase="failed"))
-    assert record.look() == Mark("5-0", 7, {"j": JobMark(1, 2, 5, run_dir, "failed")})
+    assert record.look() == RollbackMark("5-0", 7, {"j": JobMark(1, 2, 5, run_dir, "failed")})
     file.write_text(begun)  # made again, from what there was
     assert record.look().event == "5-0"
 
@@ -40,7 +40,9 @@ def test_a_line_that_is_not_what_was_written_tells_nothing(tmp_path: Path) -> No
     written[1] = written[1].replace(b'"version": 3', b'"version": 7')
     written[2] = written[2].replace(b"groups", b"grouqs")
     (tmp_path / "events.jsonl").write_bytes(b"".join(written))
-    assert recorded(tmp_path, "j") == Mark("4-0", 0, {"j": JobMark(0, 2, run_dir=str(tmp_path))})
+    assert recorded(tmp_path, "j") == RollbackMark(
+        "4-0", 0, {"j": JobMark(0, 2, run_dir=str(tmp_path))}
+    )
 
 
 def test_a_line_by_hand_that_lacks_something_tells_nothing(tmp_path: Path) -> None:

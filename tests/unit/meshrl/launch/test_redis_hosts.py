@@ -28,7 +28,7 @@ from common.base.clock import SystemClock
 from common.base.errors import ConfigError, NotAllowed, Refused, StateUnavailable
 from common.base.host.settings import MeshSettings
 from common.mesh.access import hosts
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost
 from common.mesh.process.supervision.supervisor import Hooks
@@ -62,8 +62,8 @@ class Mesh:
         self.redis: MeshRedis
         self.secrets = {HEAD: secrets.token_hex(32), GUEST: secrets.token_hex(32)}
 
-    def admitted(self, host: str, roles: tuple[str, ...] = JOINED) -> Admitted:
-        return Admitted.of(host, self.secrets[host], roles, 1.0)
+    def admitted(self, host: str, roles: tuple[str, ...] = JOINED) -> AdmittedHost:
+        return AdmittedHost.of(host, self.secrets[host], roles, 1.0)
 
     def settings(self, host: str = HEAD) -> MeshSettings:
         """Those of a host's processes."""
@@ -245,10 +245,10 @@ async def test_another_host_cannot_have_the_name_of_one_that_is_in(mesh: Mesh) -
     async with mesh.up():
         await mesh.redis.admit_host(mesh.admitted(GUEST))
         await mesh.redis.admit_host(mesh.admitted(GUEST))  # the same once more
-        other = Admitted.of(GUEST, "c7" * 32, JOINED, 2.0)
-        taken = Admitted.of(HEAD, "c7" * 32, JOINED, 2.0)
+        other = AdmittedHost.of(GUEST, "c7" * 32, JOINED, 2.0)
+        taken = AdmittedHost.of(HEAD, "c7" * 32, JOINED, 2.0)
         wide = replace(other, host="*")
-        foreign = Admitted.of("third-000003", "c7" * 32, ("launcher",), 2.0)
+        foreign = AdmittedHost.of("third-000003", "c7" * 32, ("launcher",), 2.0)
         for wrong in (other, taken, wide, foreign):
             with pytest.raises(Refused):
                 await mesh.redis.admit_host(wrong)

@@ -16,7 +16,7 @@ import pytest
 from common.base.clock import SystemClock
 from common.base.errors import ConfigError, MeshError, StateUnavailable
 from common.base.host.settings import MeshSettings
-from common.mesh.access.hosts import Admitted
+from common.mesh.access.hosts import AdmittedHost
 from common.mesh.process.host import SystemHost
 from common.mesh.process.supervision.supervisor import Hooks
 from common.state import events, registry
@@ -127,8 +127,8 @@ async def test_nobody_comes_in_without_the_password_or_another_authority(
 
 @NEEDED
 async def test_a_mesh_goes_on_when_it_starts_again(container: Container) -> None:
-    head = Admitted.of("head-000001", "aa" * 32, rights.ROLES, 1.0)
-    guest = Admitted.of(GUEST, "bb" * 32, ("node", "worker"), 1.0)
+    head = AdmittedHost.of("head-000001", "aa" * 32, rights.ROLES, 1.0)
+    guest = AdmittedHost.of(GUEST, "bb" * 32, ("node", "worker"), 1.0)
     place = MeshPlace(container.directory / "root")
     place.directory.mkdir(parents=True, mode=0o700)
     container.start()

@@ -17,7 +17,7 @@ from common.base.random import Random
 from common.records.checkpoints import checkpoint_name
 from common.state import events, jobs
 from common.state.redis.client import State
-from common.state.server.rollback import JobMark, Mark
+from common.state.server.rollback import JobMark, RollbackMark
 from common.state.steps import IDS_APART
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.restoring import put_back
@@ -45,7 +45,7 @@ def disk(root: Path) -> Iterator[Disk]:
 
 
 def note_of(**one: int | str) -> Note:
-    return Note(Mark("1-0", 7, {JOB: JobMark(**one)}))  # type: ignore[arg-type]
+    return Note(RollbackMark("1-0", 7, {JOB: JobMark(**one)}))  # type: ignore[arg-type]
 
 
 class Busy(State):
@@ -57,7 +57,7 @@ class Busy(State):
         """Answer a script; before `job_marks`, which ends a look, another event comes."""
         if script == "job_marks" and self.progress is not None:
             await events.append(self, "note", {})
-            self.progress.known = Mark(await events.last_id(self))
+            self.progress.known = RollbackMark(await events.last_id(self))
         return await super().run(script, keys, *args)
 
 
@@ -66,7 +66,7 @@ async def test_an_event_that_comes_during_a_look_does_not_make_redis_look_older(
     state = simulated_as(Busy, SystemClock())
     assert isinstance(state, Busy)
     await events.append(state, "note", {})
-    progress.known = Mark(await events.last_id(state))
+    progress.known = RollbackMark(await events.last_id(state))
     state.progress = progress
     for records in (True, False):
         found, why = await progress.look_back(state, records)

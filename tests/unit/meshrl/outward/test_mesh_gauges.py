@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.mesh.process.supervision.ended import Ended
+from common.mesh.process.supervision.ended import LastEnd
 from common.state.jobs import JobRow, Phase
-from common.state.pool.workers.rows import Gang, Resident, Role, Worker
+from common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.mesh.stalled import Stall
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
@@ -80,9 +80,9 @@ def test_gangs_by_role_workers_and_hosts_by_state() -> None:
     both = (Resident("g0.0", "a", Role.ROLLOUT), Resident("g0.1", "a", Role.TRAINING))
     gangs = (Gang("g0", ("w0",), 1, both), Gang("g1", ("w1",), 1))
     workers = (
-        Worker("w0", "h", "cpu:0", 1, gang="g0"),
-        Worker("w1", "h", "cpu:1", 1),
-        Worker("w2", "i", "cpu:0", 1, alive=False),
+        WorkerRow("w0", "h", "cpu:0", 1, gang="g0"),
+        WorkerRow("w1", "h", "cpu:1", 1),
+        WorkerRow("w2", "i", "cpu:0", 1, alive=False),
     )
     found = figures({"h": "up", "i": "away"}, workers=workers, gangs=gangs)
     assert [found[f"gangs {r}"] for r in ("rollout", "training", "scoring", "idle")] == [1, 1, 0, 1]
@@ -92,7 +92,7 @@ def test_gangs_by_role_workers_and_hosts_by_state() -> None:
 
 def test_a_leader_stalls_and_ends() -> None:
     stalls = [Stall(w, "engine/0", "generate", 20.0, "") for w in ("rollout/a/0", "rollout/a/1")]
-    ends = [Ended("engine/0", "a", -9, "signal 9", 0, 3, False)]
+    ends = [LastEnd("engine/0", "a", -9, "signal 9", 0, 3, False)]
     found = figures(leader="planner/1", stalls=stalls, ended=ends)
     assert found["leader"] == 1 and found["stalls generate"] == 2
     assert found["process_ends engine/0 a"] == 3

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from common.job.config import BudgetConfig, JobConfig
-from common.mesh.process.supervision.ended import Ended
+from common.mesh.process.supervision.ended import LastEnd
 from common.state.jobs import COUNTS, JobRow, Phase
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
 from common.state.registry import LEASE_MS, Entry
 from meshrl.view.mesh.quiet import doing, working
 from meshrl.view.mesh.snapshot import MeshSnapshot
@@ -45,7 +45,7 @@ def diagnose(
     entries: Sequence[Entry],
     mesh: MeshSnapshot,
     now_ms: float,
-    ended: Sequence[Ended] = (),
+    ended: Sequence[LastEnd] = (),
     jobs: Sequence[JobRow] = (),
     full: str = "",
     stopped: Sequence[str] = (),
@@ -76,7 +76,7 @@ def resident(
 def pool(*residents: Resident, services: tuple[tuple[str, str], ...] = ()) -> MeshSnapshot:
     """A gang of one worker, g1 of w1, with these."""
     gang = Gang("g1", ("w1",), 1, residents)
-    return MeshSnapshot((Worker("w1", "h0", "cpu:1", 7, gang="g1"),), (gang,), services=services)
+    return MeshSnapshot((WorkerRow("w1", "h0", "cpu:1", 7, gang="g1"),), (gang,), services=services)
 
 
 def pairs(stalls: list[Stall]) -> set[tuple[str, str]]:
@@ -255,10 +255,10 @@ def test_a_silent_redis_holds_up_everyone() -> None:
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
 
 
-def gone(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> Ended:
+def gone(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> LastEnd:
     error = {"type": "ValueError", "text": text, "where": "calc.py:3", "fix": ""} if text else {}
     at_ms = NOW - int(age_s * 1000)
-    return Ended(name, "job", 1, "exit status 1", at_ms, times, final=False, error=error)
+    return LastEnd(name, "job", 1, "exit status 1", at_ms, times, final=False, error=error)
 
 
 def test_a_process_that_errors_end_again_and_again_is_never_nothing() -> None:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common.job.config import JobConfig
-from common.mesh.process.supervision.ended import Ended
+from common.mesh.process.supervision.ended import LastEnd
 from common.state.jobs import COUNTS, JobRow, Phase
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
 from common.state.registry import Entry
 from meshrl.view.live import printing, tables
 from meshrl.view.mesh.snapshot import MeshSnapshot
@@ -47,7 +47,7 @@ def resident(id: str, job: str, role: Role, **more: Any) -> Resident:
 
 
 MESH = MeshSnapshot(
-    tuple(Worker(f"w{n}", "h0", f"cpu:{n}", 7, alive=n != 3) for n in range(4)),
+    tuple(WorkerRow(f"w{n}", "h0", f"cpu:{n}", 7, alive=n != 3) for n in range(4)),
     (
         Gang(
             "g0",
@@ -144,7 +144,7 @@ def test_no_name_is_cut_however_narrow_the_terminal_and_nothing_where_a_program_
 
 
 def test_what_went_wrong_is_said_below() -> None:
-    end = Ended("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
+    end = LastEnd("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
     rows = [row("a"), row("b", phase=Phase.FAILED)]
     assert tables.troubles(MeshSnapshot(jobs=rows, ended=[end], now_ms=100_000)) == [
         "b failed: it broke",

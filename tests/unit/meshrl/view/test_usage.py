@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
 from common.state.registry import Entry
 from meshrl.view.mesh.processes import Meter, Used, owner
 from meshrl.view.mesh.snapshot import MeshSnapshot
@@ -85,7 +85,7 @@ def resident(
 
 def mesh(*gangs: Gang) -> MeshSnapshot:
     names = sorted({worker for gang in gangs for worker in gang.workers})
-    return MeshSnapshot(tuple(Worker(name, "h0", "cpu:0", 7) for name in names), gangs)
+    return MeshSnapshot(tuple(WorkerRow(name, "h0", "cpu:0", 7) for name in names), gangs)
 
 
 TWO = Gang("g0", ("w0", "w1"), 1, (resident("g0.0", "a", 0, 1),))

@@ -12,7 +12,7 @@ from rich.console import Console
 from common.job.config import JobConfig
 from common.state.events import Event
 from common.state.jobs import JobRow, Phase
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, Worker
+from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
 from common.state.registry import Entry
 from meshrl.view.history.news import told
 from meshrl.view.history.run_snapshot import RunHistory, RunReading, snapshot
@@ -64,7 +64,7 @@ def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Reside
 
 
 MESH = MeshSnapshot(
-    tuple(Worker(f"w{n}", "h0", f"cpu:{n}", 7) for n in range(4)),
+    tuple(WorkerRow(f"w{n}", "h0", f"cpu:{n}", 7) for n in range(4)),
     (
         Gang("g0", ("w0",), 1, (resident("g0", 0, "tiny", Role.TRAINING, core=True),)),
         Gang(

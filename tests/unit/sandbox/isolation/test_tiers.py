@@ -92,7 +92,7 @@ def test_of_a_bubblewrap_that_fails_for_no_setting_nobody_is_sure(
     assert found.known and found.sure == tiers.lacks_bwrap()
     assert not {"bwrap", "cgroup", "runner"} & {*found.tiers}
     monkeypatch.setattr(containment, "PROBE_S", 0.01)
-    assert containment.tiers() == containment.Tiers((), sure=False, known=False)
+    assert containment.tiers() == containment.IsolationTiers((), sure=False, known=False)
 
 
 @pytest.mark.needs("cgroups")

@@ -9,7 +9,7 @@ from typing import cast
 
 from common.api.calls.interface import Interface
 from common.api.node import Worker
-from common.api.worker.turns import GiveBack, GivenBack, TakeTurn, Turn
+from common.api.worker.turns import GangTurn, GiveBack, GivenBack, TakeTurn
 from common.base.clock import Clock
 from common.base.random import Random
 from common.mesh.residents.turns import Turns
@@ -36,11 +36,11 @@ class Keeper(Actor):
         self.held = False
 
     @call(Worker.take_turn)
-    def take_turn(self, request: TakeTurn) -> Turn:
+    def take_turn(self, request: TakeTurn) -> GangTurn:
         assert not self.held
         self.functions.append(request.function)
         self.held = True
-        return Turn(request.ticket, 60.0)
+        return GangTurn(request.ticket, 60.0)
 
     @call(Worker.give_back)
     def give_back(self, request: GiveBack) -> GivenBack:

@@ -20,7 +20,7 @@ from common.job.config import JobConfig, LoraConfig
 from common.model.architecture.config import ModelConfig
 from common.records.checkpoints import STATE
 from common.state import events, steps
-from common.state.pool.demand.planned import Published, planned
+from common.state.pool.demand.planned import PublishedStats, planned
 from common.state.registry import COUNTED
 from common.weights.staging import staged_whole
 from services.trainer.gang.compute import Compute
@@ -286,7 +286,7 @@ def test_the_checkpoint_before_takes_the_place_of_one_whose_model_cannot_be_read
 def planned_helped(bench: Trained, config: JobConfig) -> bool:
     """Whether the planner would place helpers, once it has read what the core publishes."""
     assert "published" in COUNTED, "it is read of stats"
-    told = Published("core", "trainer", "1", {"published": bench.publisher.published})
+    told = PublishedStats("core", "trainer", "1", {"published": bench.publisher.published})
     row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
     row |= {"steps_done": 0, "held": "", "checkpoint": "", "stale_requeued": 0}
     return planned(row, config.document(), [told]).need.helped

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.api.weights import Pair
+from common.api.weights import ChunkOrigin
 from services.weights.relay.relaying import again_s, assign
 from services.weights.relay.swarm import Swarm
 
@@ -44,7 +44,7 @@ class World:
         self._running: dict[tuple[int, str], list[float]] = {}  # bytes left, by host and chunk
         self._from: dict[tuple[int, str], str] = {}
         self._coming = Counter[int]()
-        self._events: list[tuple[float, int, str, int, Pair | None]] = []
+        self._events: list[tuple[float, int, str, int, ChunkOrigin | None]] = []
         self._serial = itertools.count()
         for n in range(self.hosts):
             self._at(self.starts.get(n, 0.0), "begins", n)
@@ -58,7 +58,7 @@ class World:
                 self._happens(*heapq.heappop(self._events)[2:])
         return self
 
-    def _at(self, when: float, what: str, host: int, pair: Pair | None = None) -> None:
+    def _at(self, when: float, what: str, host: int, pair: ChunkOrigin | None = None) -> None:
         heapq.heappush(self._events, (when, next(self._serial), what, host, pair))
 
     def _rate(self, link: str) -> float:
@@ -101,14 +101,14 @@ class World:
                 self._lacking[way[0]].discard(way[1])
                 if not self._lacking[way[0]]:
                     self.done[way[0]] = self.now
-                self._at(self.now + WORD_S / 2, "came", way[0], Pair(way[1], source))
+                self._at(self.now + WORD_S / 2, "came", way[0], ChunkOrigin(way[1], source))
 
     def _ended(self, way: tuple[int, str]) -> str:
         del self._running[way]
         self._coming[way[0]] -= 1
         return self._from.pop(way)
 
-    def _happens(self, what: str, host: int, pair: Pair | None) -> None:
+    def _happens(self, what: str, host: int, pair: ChunkOrigin | None) -> None:
         name = f"engine{host}"
         if what == "begins":
             server = "" if host in self.mute else f"node{host}"

@@ -8,14 +8,14 @@ from ipaddress import ip_address
 
 import pytest
 
-from common.mesh.process.peers import End, client_hosts, foreign_clients, listeners
+from common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
 
 NOBODY = 65534
 
 
-def end_of(listener: socket.socket) -> End:
+def end_of(listener: socket.socket) -> SocketEnd:
     host, port = listener.getsockname()[:2]
-    return End(ip_address(host), port)
+    return SocketEnd(ip_address(host), port)
 
 
 def test_a_process_knows_its_own_ports() -> None:
@@ -39,7 +39,7 @@ def test_it_is_told_where_clients_come_from(everywhere: bool) -> None:
         with socket.create_connection(("127.0.0.1", end.port), source_address=source):
             assert client_hosts({end}) == {"127.0.0.2"}
             assert client_hosts({of_others}) == set()
-            assert client_hosts({End(ip_address("127.0.0.3"), end.port)}) == set()
+            assert client_hosts({SocketEnd(ip_address("127.0.0.3"), end.port)}) == set()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

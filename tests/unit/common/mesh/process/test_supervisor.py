@@ -15,7 +15,7 @@ from common.base.errors import NotFound, Refused
 from common.mesh.process.handle import Child
 from common.mesh.process.host import SystemHost
 from common.mesh.process.supervision.restarts import Restarts
-from common.mesh.process.supervision.supervisor import ChildSpec, End, Hooks, Supervisor
+from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from tests.load import scaled
 
 
@@ -24,12 +24,12 @@ class Recorded(Hooks):
         self.seen: list[tuple[str, str]] = []
         self.stopped_pid = 0
         self.whys: list[str] = []
-        self.ends: list[End] = []
+        self.ends: list[ChildEnd] = []
 
     async def started(self, child: Child) -> None:
         self.seen.append(("started", child.name))
 
-    async def ended(self, child: Child, end: End) -> None:
+    async def ended(self, child: Child, end: ChildEnd) -> None:
         self.seen.append(("ended", child.name))
         self.whys.append(end.told)
         self.ends.append(end)
@@ -153,7 +153,7 @@ async def test_a_hook_that_raises_does_not_end_the_supervision(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken(Hooks):
-        async def ended(self, child: Child, end: End) -> None:
+        async def ended(self, child: Child, end: ChildEnd) -> None:
             raise RuntimeError("redis was away")
 
     supervisor = make(sleeper("a"), hooks=Broken())

@@ -8,7 +8,7 @@ from common.state.pool.demand.measured import (
     LEVELS,
     Curve,
     Lengths,
-    Work,
+    MeasuredWork,
     curve_of,
     kind_of,
     lengths_of,
@@ -16,15 +16,17 @@ from common.state.pool.demand.measured import (
     told,
     work_of,
 )
-from common.state.pool.demand.planned import Published, measured
+from common.state.pool.demand.planned import PublishedStats, measured
 
-SHARD = Work(groups=3, trajectories=12, sampled=480, flight_s=31.25, engine_s=20.0, queue_s=1.5)
+SHARD = MeasuredWork(
+    groups=3, trajectories=12, sampled=480, flight_s=31.25, engine_s=20.0, queue_s=1.5
+)
 CURVE = Curve("NVIDIA H200", 4, 0.0123456, 0.00098765, 1.23456e-7, 6123.4, 400)
 
 
 def test_only_what_there_is_is_published_and_it_reads_the_same() -> None:
-    assert told(Work()) == {}
-    assert told(Work(steps=2, wait_s=0.12345)) == {"steps": 2, "wait_s": 0.123}
+    assert told(MeasuredWork()) == {}
+    assert told(MeasuredWork(steps=2, wait_s=0.12345)) == {"steps": 2, "wait_s": 0.123}
     assert work_of(told(SHARD)) == SHARD
     assert work_of({**told(SHARD), "of_a_later_version": 1.0}) == SHARD
 
@@ -56,17 +58,17 @@ def test_a_kind_of_accelerators_is_what_they_are_and_not_which() -> None:
 
 
 def test_a_process_that_starts_again_is_another_one_and_engines_have_their_gangs_kind() -> None:
-    def process(name: str, incarnation: str, **stats: object) -> Published:
-        return Published(name, name.partition("/")[0], incarnation, stats)
+    def process(name: str, incarnation: str, **stats: object) -> PublishedStats:
+        return PublishedStats(name, name.partition("/")[0], incarnation, stats)
 
     found = measured(
         [
             process("rollout/j/0", "a", work=told(SHARD)),
-            process("trainer/g1.0", "b", work=told(Work(steps=1))),
+            process("trainer/g1.0", "b", work=told(MeasuredWork(steps=1))),
             process("engine/g0.0", "c", gang="g0", curve=CURVE.told()),
             process("engine/g2.0", "d", gang="g2"),
         ],
         {"g0": "NVIDIA H200"},
     )
-    assert found.work == {"rollout/j/0a": SHARD, "trainer/g1.0b": Work(steps=1)}
+    assert found.work == {"rollout/j/0a": SHARD, "trainer/g1.0b": MeasuredWork(steps=1)}
     assert [(curve.kind, curve.degree) for curve in found.curves] == [("NVIDIA H200", 4)]

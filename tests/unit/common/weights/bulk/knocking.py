@@ -14,7 +14,7 @@ from common.mesh.transport.address import bulk_key_text
 from common.mesh.transport.keys import ProcessKeys
 from common.weights.bulk.doors import KeyDoor
 from common.weights.bulk.server import BulkServer
-from common.weights.bulk.session import Session
+from common.weights.bulk.session import BulkSession
 from common.weights.chunks.chunks import ChunkStore
 from tests.load import scaled
 
@@ -56,10 +56,12 @@ class Port:
         """Of a new process of this role; empty: its key is nobody's who is let in."""
         return KeyDoor(self._made(role), role, sealed)
 
-    def session(self, door: KeyDoor, address: str = "", deadline_s: float = DEADLINE_S) -> Session:
+    def session(
+        self, door: KeyDoor, address: str = "", deadline_s: float = DEADLINE_S
+    ) -> BulkSession:
         """Not entered yet."""
         proof = door.asking(address or self.address, self.place)
-        return Session(self.place, proof, scaled(deadline_s), 1 << 30)
+        return BulkSession(self.place, proof, scaled(deadline_s), 1 << 30)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.number), timeout=scaled(DEADLINE_S))

@@ -33,7 +33,7 @@ from common.state.redis.client import State
 from common.state.registry import Entry
 from common.weights.bulk.port import BulkClient, ChunkStore, serve
 from common.weights.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
-from common.weights.bulk.session import GET, HAS, PUT, REQUEST, REST, Session
+from common.weights.bulk.session import GET, HAS, PUT, REQUEST, REST, BulkSession
 from common.weights.handshakes.handshake import SUITES, ClientHandshake
 from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
@@ -306,7 +306,7 @@ def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sea
     proof = door.asking(port.address, port.place)
     own, server = door._keys.bulk, port.keys.bulk_public
     proof = ClientHandshake(own, server, port.place, sealed, magic)
-    with Session(port.place, proof, scaled(DEADLINE_S), 1 << 30) as session:
+    with BulkSession(port.place, proof, scaled(DEADLINE_S), 1 << 30) as session:
         assert (proof.ciphers is not None) == sealed
         content = os.urandom(1_500_000)
         session.ask(PUT, digest_of(content), content)

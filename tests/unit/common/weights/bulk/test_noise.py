@@ -10,10 +10,10 @@ from common.weights.handshakes.noise import (
     CHACHA_POLY,
     TAG_BYTES,
     Cipher,
+    CipherSuite,
     Initiator,
     Refusal,
     Responder,
-    Suite,
 )
 
 # The test vectors of the cacophony library for the two protocols.
@@ -63,7 +63,7 @@ def pair(secret: str) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(bytes.fromhex(secret))
 
 
-def ends(suite: Suite) -> tuple[Initiator, Responder]:
+def ends(suite: CipherSuite) -> tuple[Initiator, Responder]:
     return (
         Initiator(
             suite,
@@ -89,7 +89,7 @@ def opened(cipher: Cipher, content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
-def test_every_byte_is_as_the_framework_has_it(suite: Suite) -> None:
+def test_every_byte_is_as_the_framework_has_it(suite: CipherSuite) -> None:
     initiator, responder = ends(suite)
     payloads = [bytes.fromhex(text) for text in PAYLOADS]
     expected = [bytes.fromhex(text) for text in MESSAGES[suite]]
@@ -109,7 +109,7 @@ def test_every_byte_is_as_the_framework_has_it(suite: Suite) -> None:
 
 
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
-def test_what_is_changed_replayed_or_left_out_is_refused(suite: Suite) -> None:
+def test_what_is_changed_replayed_or_left_out_is_refused(suite: CipherSuite) -> None:
     initiator, responder = ends(suite)
     first = initiator.first(b"")
     for at in range(0, len(first), 7):
@@ -142,7 +142,7 @@ def test_a_key_that_makes_every_secret_zero_is_refused() -> None:
 
 
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
-def test_both_ends_change_the_key_at_once(suite: Suite) -> None:
+def test_both_ends_change_the_key_at_once(suite: CipherSuite) -> None:
     send, receive = (Cipher(suite, bytes(32), rekey_after=3) for _ in range(2))
     still = Cipher(suite, bytes(32))
     for number in range(8):

@@ -17,7 +17,7 @@ from common.mesh.runtime.mesh import Mesh
 from common.state.redis.client import State
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
-from common.weights.ways.base import Version
+from common.weights.ways.base import WantedVersion
 from common.weights.ways.broadcasting import Broadcasts
 from common.weights.ways.collective import Collective
 from sim.redis.state import simulated_state
@@ -49,7 +49,9 @@ class Bench:
         self.state: State = simulated_state(self.clock)
         self.contents = [os.urandom(n) for n in sizes]
         self.chunks = ChunkStore(root / "core")
-        self.version = Version(JOB, MANIFEST, {self.chunks.write(c): len(c) for c in self.contents})
+        self.version = WantedVersion(
+            JOB, MANIFEST, {self.chunks.write(c): len(c) for c in self.contents}
+        )
 
     async def start(self) -> None:
         self.mesh = await self.joined("trainer/job", "trainer", "one", None)

@@ -10,7 +10,7 @@ import signal
 import sys
 from datetime import timedelta
 
-from common.weights.ways.group import Group
+from common.weights.ways.group import BroadcastGroup
 from common.weights.ways.meeting import store_at
 
 print("ready", flush=True)
@@ -18,6 +18,8 @@ told = json.loads(sys.stdin.readline())
 store = store_at(told["where"], told["members"], timedelta(seconds=told["wait_s"]))
 (sender,) = told["senders"]
 place = {"hostname": "127.0.0.1"}
-group = Group(store, sender["name"], told["rank"], told["members"], "gloo", place, told["wait_s"])
+group = BroadcastGroup(
+    store, sender["name"], told["rank"], told["members"], "gloo", place, told["wait_s"]
+)
 next(group.receive(sender["chunks"].values()))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from common.base.errors import NotFound, PeerLost
 from common.state import events
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.ways import bringing as module
-from common.weights.ways.base import Version
+from common.weights.ways.base import WantedVersion
 from common.weights.ways.bringing import EVENT, Bringing
 from tests.load import scaled
 from tests.unit.common.weights.ways.bench import Bench, benched
@@ -27,7 +27,7 @@ class FromFolder:
     async def publish(self, manifest: str) -> None:
         """The folder is there."""
 
-    async def receive(self, version: Version, into: ChunkStore) -> None:
+    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         self.received += 1
         for number, digest in enumerate(version.lacking):
             if number == self.breaks_after:
