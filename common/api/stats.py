@@ -11,18 +11,18 @@ from typing import Any, Self
 class Stats:
     """Stats of one kind of process. What is None is not published."""
 
-    def published(self) -> dict[str, Any]:
+    def encoded(self) -> dict[str, Any]:
         """What the registry gets."""
         found = ((one.name, getattr(self, one.name)) for one in fields(self))
         return {
-            name: value.published() if isinstance(value, Stats) else value
+            name: value.encoded() if isinstance(value, Stats) else value
             for name, value in found
             if value is not None
         }
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """The stats that `published` made an object of; what others publish is left out."""
+        """The stats that `encoded` made an object of; what others publish is left out."""
         return cls(**{one.name: said[one.name] for one in fields(cls) if one.name in said})
 
 
@@ -109,3 +109,51 @@ class ShardStats(RoutingStats):
     lengths: list[float] | None = None  # of ended trajectories, once they are enough
     environments: dict[str, int] = field(default_factory=dict)  # pids, by name of the process
     environments_stopped: dict[str, int] = field(default_factory=dict)  # ms of the wall clock
+
+
+@dataclass
+class PacedStats(Stats):
+    """Pieces of arithmetic at an emulated pace, and those of them that ended late."""
+
+    paced: int | None = None
+    late: int | None = None
+
+
+@dataclass
+class CoreStats(PacedStats):
+    """The core of a training gang, beside what all residents publish."""
+
+    ready: bool = False
+    published: list[str] = field(default_factory=list)  # types of its versions' numbers
+    phase: str = ""  # of its step
+    progress: list[float] = field(default_factory=list)  # whatever of these moves, it goes on
+    step: int = 0  # committed
+    tokens: int = 0  # trained
+    busy_s: float = 0.0
+    wait_s: float = 0.0
+    work: dict[str, float] = field(default_factory=dict)  # see `measured.told`
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of the last step, by part
+    bin_tokens_per_s: dict[str, float] = field(default_factory=dict)  # by the tokens of a bin
+    warm_start: float = 0.0  # share of it that is done
+    hybrids: dict[str, str] = field(default_factory=dict)  # the stage of each
+
+
+@dataclass
+class RankStats(PacedStats):
+    """A rank beside the first, beside what all residents publish."""
+
+    ready: bool = True
+    group: int = 0  # generation of the gang's process group; 0: it is in none
+    epoch: int = 0  # of the last wish
+    tier: str = ""
+
+
+@dataclass
+class HybridStats(PacedStats):
+    """A hybrid, beside what all residents publish."""
+
+    ready: bool = True
+    joined: int = 0  # generation of its join; 0: it has not joined
+    rounds: int = 0  # computed
+    bins: int = 0
+    busy_s: float = 0.0

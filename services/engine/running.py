@@ -192,7 +192,7 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
         if not limits.kv.peers:
             own.cache_bytes_per_token = 0
         residents = seat.stats() | turns.stats() | service.tiers.stats()
-        return residents | own.published() | versions.bringing.stats()
+        return residents | own.encoded() | versions.bringing.stats()
 
     driver.start(service)
     await mesh.join(service, stats=stats, bulk_address=bulk.address if bulk is not None else "")

@@ -171,7 +171,7 @@ class EngineService(Actor):
         if curve is not None:
             curve = replace(curve, most_tokens_per_s=self.throughput.most)
         return EngineStats(
-            **self.pauses.stats.published(),
+            **self.pauses.stats.encoded(),
             ready=not self.draining,
             version=self.weights.version,
             tokens=engine.tokens_generated,

@@ -277,7 +277,7 @@ class ShardJob:
         histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if active else np.zeros(0)
         runner, lengths_of_ended = self.runner, self.runner.worked.lengths
         return ShardStats(
-            **runner.router.stats.published(),
+            **runner.router.stats.encoded(),
             in_flight=len(active),
             waiting=runner.router.waiting,
             bounds=list(BOUNDS),

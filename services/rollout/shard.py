@@ -46,7 +46,7 @@ class RolloutShard(Actor):
 
     def stats(self) -> dict[str, Any]:
         about = {"job": self.job, "rests": self.rests}
-        return about | (self.serving.stats().published() if self.serving else {})
+        return about | (self.serving.stats().encoded() if self.serving else {})
 
     @property
     def rests(self) -> bool:

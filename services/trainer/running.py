@@ -126,7 +126,7 @@ async def train(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -
         await _fail(mesh, data, error)
         raise
     profile = await _profile(mesh, data, seat)
-    await mesh.join(core, stats=lambda: core.stats() | profile)
+    await mesh.join(core, stats=lambda: core.published() | profile)
     try:
         await core.begin()
         await core.train()
@@ -155,7 +155,7 @@ async def help_out(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic
     learner = arithmetic.learner(data)
     adapt(data, learner)
     hybrid = Hybrid(mesh, data, seat, learner)
-    await mesh.join(hybrid, stats=hybrid.stats, bulk_address=hybrid.outbox.address)
+    await mesh.join(hybrid, stats=hybrid.published, bulk_address=hybrid.outbox.address)
     try:
         await hybrid.serve()
     except MeshError as error:

@@ -28,7 +28,7 @@ async def main(seat: Seat) -> None:
     data = JobData.of(seat.job, row.document, row.run_dir)
     rank = make_rank(data, seat)
     actor = RefusingRank(mesh, data, seat, rank)
-    await mesh.join(actor, stats=actor.stats)
+    await mesh.join(actor, stats=actor.published)
     try:
         await actor.until_drained()
     finally:

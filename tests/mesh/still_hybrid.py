@@ -28,7 +28,7 @@ async def main(seat: Seat) -> None:
     row = await jobs.job(mesh.state, seat.job)
     data = JobData.of(seat.job, row.document, row.run_dir)
     hybrid = StillHybrid(mesh, data, seat, fresh_learner(data))
-    await mesh.join(hybrid, stats=hybrid.stats, bulk_address=hybrid.outbox.address)
+    await mesh.join(hybrid, stats=hybrid.published, bulk_address=hybrid.outbox.address)
     try:
         await hybrid.serve()
     finally:

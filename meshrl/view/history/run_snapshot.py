@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from common.api.stats import CoreStats
 from common.state.events import Event
 from common.state.jobs import ENDED, JobRow, Phase
 from common.state.lifecycle.accounting import COUNTED
@@ -131,7 +132,7 @@ def snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         steps=steps,
         elapsed_s=reading.at,
         eta_s=time_to_go(rows, steps),
-        warm_start=max((float(e.stats.get("warm_start", 0)) for e in own), default=0),
+        warm_start=max((CoreStats.of(e.stats).warm_start for e in own), default=0),
         rewards=tuple(float(row["reward"]) for row in rows[-CURVE:]),
         evaluations=tuple(map(evaluation, reading.evaluations)),
         rolled_out_s=history.tokens.see(reading.at, tokens),

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from common.api.calls.role import Drain, Drained, Settle, Settled
+from common.api.stats import CoreStats
 from common.api.trainer import (
     BroadcastPlace,
     Gather,
@@ -118,27 +119,30 @@ class TrainerCore(Actor):
         if phase == "updating":
             self.position.updating = step
 
-    def stats(self) -> dict[str, Any]:
-        return {
-            **self.seat.stats(),
-            **self.tiers.stats(),
-            **self.turns.stats(),
-            **self.publisher.stats(),
-            **self.compute.late,
-            "ready": self.ready,
-            "published": self.publisher.published,
-            "phase": self.phase,
-            "progress": [self._entered, self.first.fraction, sum(self.gradients.busy_s.values())],
-            "step": self.position.version,
-            "tokens": self.counters.tokens,
-            "busy_s": self.counters.busy_s,
-            "wait_s": self.counters.wait_s,
-            "work": measured.told(self.counters.work(self.gradients)),
-            "parts": self.counters.parts.stats(),
-            "bin_tokens_per_s": self.gradients.rates.table,
-            "warm_start": self.first.fraction,
-            "hybrids": self.gradients.hybrids.stages(),
-        }
+    def stats(self) -> CoreStats:
+        counters, gradients, late = self.counters, self.gradients, self.compute.late
+        return CoreStats(
+            paced=late.get("paced"),
+            late=late.get("late"),
+            ready=self.ready,
+            published=self.publisher.published,
+            phase=self.phase,
+            progress=[self._entered, self.first.fraction, sum(gradients.busy_s.values())],
+            step=self.position.version,
+            tokens=counters.tokens,
+            busy_s=counters.busy_s,
+            wait_s=counters.wait_s,
+            work=measured.told(counters.work(gradients)),
+            parts=counters.parts.last_seconds,
+            bin_tokens_per_s=gradients.rates.table,
+            warm_start=self.first.fraction,
+            hybrids=gradients.hybrids.stages(),
+        )
+
+    def published(self) -> dict[str, Any]:
+        """Return what the registry gets."""
+        residents = self.seat.stats() | self.tiers.stats() | self.turns.stats()
+        return residents | self.publisher.stats() | self.stats().encoded()
 
     # -- hybrids ---------------------------------------------------------------------------------
 

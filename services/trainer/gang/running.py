@@ -81,5 +81,5 @@ def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> RoundD
 async def obey(mesh: Mesh, data: JobData, seat: Seat, rank: Rank, profile: dict[str, Any]) -> None:
     """The life of a rank beside the first. `profile`: what it publishes of its accelerator."""
     actor = RankActor(mesh, data, seat, rank)
-    await mesh.join(actor, stats=lambda: actor.stats() | profile)
+    await mesh.join(actor, stats=lambda: actor.published() | profile)
     await actor.until_drained()

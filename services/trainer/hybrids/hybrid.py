@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from common.api.calls.role import Drain, Drained, Resting, Settle, Settled
+from common.api.stats import HybridStats
 from common.api.trainer import (
     JoinHybrids,
     LeaveHybrids,
@@ -85,18 +86,21 @@ class Hybrid(Actor):
         await self.tiers.stop()
         self.outbox.close()
 
-    def stats(self) -> dict[str, Any]:
-        return {
-            **self.seat.stats(),
-            **self.turns.stats(),
-            **(self._padding.late if self._pace is not None else {}),
-            "ready": True,
-            **self.tiers.stats(),
-            "joined": self._generation,
-            "rounds": self.rounds,
-            "bins": self.bins,
-            "busy_s": self.busy_s,
-        }
+    def stats(self) -> HybridStats:
+        paced = self._padding.late if self._pace is not None else {}
+        return HybridStats(
+            paced=paced.get("paced"),
+            late=paced.get("late"),
+            joined=self._generation,
+            rounds=self.rounds,
+            bins=self.bins,
+            busy_s=self.busy_s,
+        )
+
+    def published(self) -> dict[str, Any]:
+        """Return what the registry gets."""
+        residents = self.seat.stats() | self.turns.stats() | self.tiers.stats()
+        return residents | self.stats().encoded()
 
     @call(Resting.drain)
     async def drain(self, request: Drain) -> Drained:

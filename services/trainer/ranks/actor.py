@@ -38,6 +38,7 @@ from common.api.ranks import (
     Trouble,
     Update,
 )
+from common.api.stats import RankStats
 from common.base.errors import Fenced
 from common.base.files.below import below
 from common.base.host.interfaces import address_of
@@ -88,13 +89,17 @@ class RankActor(Actor):
         places = Places(mesh, *mesh.settings.places)
         self._rows = RankRows(rank, self._thread.run, places, mesh.name)
 
-    def stats(self) -> dict[str, Any]:
-        about = {"ready": True, "group": self._generation, **self._rank.late}
-        return {**self._seat.stats(), **about, **self._tier}
-
-    @property
-    def _tier(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "tier": str(self._rows.tier)}
+    def published(self) -> dict[str, Any]:
+        """Return what the registry gets."""
+        late = self._rank.late
+        stats = RankStats(
+            paced=late.get("paced"),
+            late=late.get("late"),
+            group=self._generation,
+            epoch=self._epoch,
+            tier=str(self._rows.tier),
+        )
+        return self._seat.stats() | stats.encoded()
 
     @call(Ranks.drain)
     def drain(self, request: Drain) -> Drained:

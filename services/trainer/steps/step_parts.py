@@ -53,6 +53,7 @@ class StepParts:
         """The step is committed."""
         self.last, self._step = self._step, {}
 
-    def stats(self) -> dict[str, float]:
+    @property
+    def last_seconds(self) -> dict[str, float]:
         """Those of the last step, for people."""
         return {part: round(seconds, 4) for part, seconds in self.last.items()}

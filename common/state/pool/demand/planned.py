@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.api.stats import CoreStats
 from common.hardware.shapes import ModelShape
 from common.job.config import PlannerConfig
 from common.state.jobs import Phase
@@ -85,7 +86,7 @@ def _needed(document: Mapping[str, Any], processes: Sequence[PublishedStats]) ->
     the document asks for, or the base of its adapters.
     """
     need, trainers = need_of(document), (p for p in processes if p.kind == "trainer")
-    there = {name for process in trainers for name in process.stats.get("published", ())}
+    there = {name for process in trainers for name in CoreStats.of(process.stats).published}
     if unhelped(there, document["training"]["dtype"]):
         return replace(need, helped=False)
     return need

@@ -50,10 +50,10 @@ async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(tmp_path: 
             yield one
 
     updates = (await made._make_step(1, "m0", made.data.config).run(arrive())).updates
-    seen = [made.stats()["progress"]]
+    seen = [made.stats().progress]
     for _ in range(2):
         await made._make_step(1, "", made.data.config).replay(groups, updates)
-        seen.append(made.stats()["progress"])
+        seen.append(made.stats().progress)
     made.first.fraction = 0.5
-    seen.append(made.stats()["progress"])
+    seen.append(made.stats().progress)
     assert all(before != after for before, after in pairwise(seen)), seen

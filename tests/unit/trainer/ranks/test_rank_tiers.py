@@ -70,7 +70,7 @@ def test_it_is_absent_only_once_its_rows_are_gathered(tmp_path: Path) -> None:
         assert (await asked).accelerator == 100
         await rank.rest(move("accelerator"))
         await rank.settle(wish("accelerator", 3))
-        assert rank.stats()["tier"] == Tier.ACCELERATOR
+        assert rank.published()["tier"] == Tier.ACCELERATOR
 
     run_virtual(main, limit_s=1e4)
 
@@ -80,7 +80,7 @@ def test_one_that_begins_anew_while_its_gang_sleeps_sleeps_too_until_it_forms_ag
         rank = bench(clock, random)
         settled = await rank.settle(wish("disk", 5))
         assert (settled.accelerator, settled.disk) == (0, 0)
-        assert rank.stats()["tier"] == Tier.DISK
+        assert rank.published()["tier"] == Tier.DISK
         woken = asyncio.create_task(rank.settle(wish("accelerator", 6)))
         await clock.sleep(60.0)
         assert not woken.done(), "rank 0 has yet to form the gang"

@@ -18,7 +18,7 @@ def test_parts_add_up_within_a_step_and_over_all() -> None:
                 clock.pass_(seconds)
         parts.took("update", 0.25)
         parts.ended()
-    assert parts.stats() == {"stage": 6.0, "update": 0.25}
+    assert parts.last_seconds == {"stage": 6.0, "update": 0.25}
     assert parts.total == {"stage": 8.0, "update": 0.5}
 
 
@@ -33,5 +33,5 @@ def test_a_step_that_was_cut_off_shows_in_the_sum_alone() -> None:
     with parts.of("commit"):
         clock.pass_(0.5)
     parts.ended()
-    assert parts.stats() == {"commit": 0.5}
+    assert parts.last_seconds == {"commit": 0.5}
     assert parts.total == {"stage": 2.0, "commit": 0.5}
