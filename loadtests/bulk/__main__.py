@@ -23,8 +23,6 @@ import os
 import socket
 import ssl
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +46,9 @@ from common.weights.bulk.transfer import Transfer
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.chunks.partial import Partial
 from common.weights.handshakes.handshake import SUITES, ClientHandshake
+from loadtests.measuring.entry import options, report
+from loadtests.measuring.processes import cpu_s, served
+from loadtests.measuring.rounds import ratio, rotated
 
 AES, CHACHA = SUITES
 WAYS = ("plain", "aes", "chacha", "tls")
@@ -119,16 +120,11 @@ def certificate(directory: Path) -> None:
 
 
 @contextmanager
-def serving(directory: Path, digest: str) -> Iterator[tuple[psutil.Process, dict[str, str], str]]:
-    """A process that serves: it, the place of each way, its key."""
-    command = [sys.executable, "-m", "loadtests.bulk", "--serve", str(directory), digest]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            told = json.loads(process.stdout.readline())
-            yield psutil.Process(process.pid), told["places"], told["key"]
-        finally:
-            process.kill()
+def serving(directory: Path, digest: str) -> Iterator[tuple[int, dict[str, str], str]]:
+    """A process that serves: its pid, the place of each way, its key."""
+    with served("loadtests.bulk", "--serve", str(directory), digest) as (pid, line):
+        told = json.loads(line)
+        yield pid, told["places"], told["key"]
 
 
 # ---------------------------------------------------------------- the asking one
@@ -177,37 +173,29 @@ class Asking:
         return self._context.wrap_socket(plain, server_hostname=host)
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 def compare(rounds: int, size: int, directory: Path) -> dict[str, float]:
     """Speed and cost of each way."""
     digest = ChunkStore(directory).write(os.urandom(size))
     certificate(directory)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     costs: dict[str, list[float]] = {way: [] for way in WAYS}
-    own = psutil.Process()
     with serving(directory, digest) as (server, places, key):
         asking = Asking(places, key, digest, directory)
         for number in range(rounds + 1):  # the first is to warm up
-            for turn in range(len(WAYS)):
-                way = WAYS[(number + turn) % len(WAYS)]
-                before, began = _cpu_s(own) + _cpu_s(server), time.perf_counter()
+            for way in rotated(WAYS, number):
+                before, began = cpu_s(os.getpid(), server), time.perf_counter()
                 asking.get(way)
                 lasted = time.perf_counter() - began
                 if number:
                     seconds[way].append(lasted)
-                    costs[way].append(_cpu_s(own) + _cpu_s(server) - before)
+                    costs[way].append(cpu_s(os.getpid(), server) - before)
         greeted = {way: _handshake_ms(partial(asking.greet, way)) for way in ("aes", "tls")}
     gigabytes = size / 1e9
     found: dict[str, float] = {"mib": size >> 20, "rounds": rounds, "cores": os.cpu_count() or 0}
     for way in WAYS:
         found[f"{way}_mb_per_s"] = round(size / 1e6 / statistics.median(seconds[way]))
         found[f"{way}_cpu_s_per_gb"] = round(statistics.median(costs[way]) / gigabytes, 3)
-        ratios = [mine / plain for mine, plain in zip(costs[way], costs["plain"], strict=True)]
-        found[f"ratio_{way}"] = round(statistics.median(ratios), 2)
+        found[f"ratio_{way}"] = ratio(costs[way], costs["plain"], 2)
     found["handshake_ms_keys"], found["handshake_ms_tls"] = greeted["aes"], greeted["tls"]
     return found
 
@@ -231,13 +219,12 @@ def move(size: int, directory: Path) -> dict[str, float]:
             file.write(os.urandom(8))
     certificate(directory)
     found: dict[str, float] = {"file_gib": size / (1 << 30)}
-    own = psutil.Process()
     with serving(directory, "0" * 64) as (server, places, key):
         asking = Asking(places, key, "0" * 64, directory)
         digest = ""
         for name in ("put", "fetch"):
             transfer = Transfer(lambda: asking.session("aes"))
-            before, began = _cpu_s(own) + _cpu_s(server), time.perf_counter()
+            before, began = cpu_s(os.getpid(), server), time.perf_counter()
             if name == "put":
                 digest = transfer.send(source)
             else:
@@ -250,22 +237,19 @@ def move(size: int, directory: Path) -> dict[str, float]:
                     writer.finish()
             lasted = time.perf_counter() - began
             found[f"{name}_mb_per_s"] = round(size / 1e6 / lasted)
-            spent = _cpu_s(own) + _cpu_s(server) - before
+            spent = cpu_s(os.getpid(), server) - before
             found[f"{name}_cpu_s_per_gb"] = round(spent / (size / 1e9), 2)
-        found["asking_rss_mib"] = own.memory_info().rss >> 20
-        found["serving_rss_mib"] = server.memory_info().rss >> 20
+        for name, pid in (("asking", os.getpid()), ("serving", server)):
+            found[f"{name}_rss_mib"] = psutil.Process(pid).memory_info().rss >> 20
     assert (directory / "target").stat().st_size == size
     return found
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--mib", type=int, default=256)
-    options.add_argument("--gib", type=float, default=0.0)
-    options.add_argument("--directory", default=None, help="for files; default: a temporary one")
-    options.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
-    chosen = options.parse_args()
+    parser = options(__doc__, rounds=7, mib=256, gib=0.0)
+    parser.add_argument("--directory", default=None, help="for files; default: a temporary one")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
     if chosen.serve:
         serve(Path(chosen.serve[0]), chosen.serve[1])
         return
@@ -274,7 +258,7 @@ def main() -> None:
             answer = move(int(chosen.gib * (1 << 30)), Path(made))
         else:
             answer = compare(chosen.rounds, chosen.mib << 20, Path(made))
-    print(json.dumps(answer))
+    report(answer)
 
 
 if __name__ == "__main__":

@@ -15,28 +15,29 @@ all faults were made gets more steps.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 from pathlib import Path
 
 from loadtests.chaos.faults import run
 from loadtests.chaos.several import several
+from loadtests.measuring.entry import options, report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(
+        __doc__,
+        faults="kill,stop",
+        count=10,
+        seed=1,
+        out=(Path, "run directory; default: a temporary one"),
+        jobs=(1, "of different seeds, on one mesh"),
+    )
     parser.add_argument("job", type=Path)
-    parser.add_argument("--faults", default="kill,stop")
-    parser.add_argument("--count", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="run directory; default: a temporary one")
     parser.add_argument("--set", action="append", help="KEY=VALUE of the job")
-    parser.add_argument("--jobs", type=int, default=1, help="of different seeds, on one mesh")
     arguments = parser.parse_args()
     answer = asyncio.run((several if arguments.jobs > 1 else run)(arguments))
-    print(json.dumps(answer))
+    report(answer)
     sys.exit(0 if answer["ok"] else 1)
 
 

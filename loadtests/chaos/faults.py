@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,11 @@ import psutil
 from common.base.errors import MeshError
 from common.state import jobs, registry
 from common.state.redis.client import State
+from loadtests.chaos.verdict import Report, summary_in, verdict
 from loadtests.damage.files import KINDS, LAUNCHER
 from loadtests.damage.harms import harm
+from loadtests.measuring.commands import meshrl
+from loadtests.measuring.entry import tell
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
@@ -34,7 +37,6 @@ MORE_STEPS = 24  # for a run that has finished before all faults were made
 FULL_S = (2.0, 8.0)  # how long there is no room
 DISK = "1g"  # of a run whose disk is filled
 HARMFUL = ("flip", "truncate", "empty")
-NAMED_S = 30.0  # by when a stop that holds somebody up must be named
 UP_S = 120.0
 UNREGISTERED = {
     "redis-server": "redis",
@@ -49,13 +51,6 @@ class Target:
     name: str
     kind: str
     pid: int
-
-
-@dataclass
-class Report:
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    named_s: list[float] = field(default_factory=list)  # of stops that somebody waited for
-    unnamed: list[str] = field(default_factory=list)
 
 
 class Chaos:
@@ -88,14 +83,14 @@ class Chaos:
             if made:
                 self.report.faults.append(entry | made)
             else:
-                _say(f"no {fault} was made")
+                tell(f"no {fault} was made")
 
     async def _hit(self, fault: str) -> dict[str, Any]:
         """Kills or stops one process; empty when there was none, or it ended by itself just now."""
         target = self._choose(await self._targets())
         if target is None:
             return {}
-        _say(f"{fault} {target.name} ({target.pid})")
+        tell(f"{fault} {target.name} ({target.pid})")
         try:
             if fault == "kill":
                 os.kill(target.pid, signal.SIGKILL)
@@ -112,7 +107,7 @@ class Chaos:
         how = self.random.choice(HARMFUL)
         if path is None or harm(how, path, None, kind.at_head):
             return {}
-        _say(f"{how} {path}")
+        tell(f"{how} {path}")
         for target in targets:
             if target.name in kind.readers or target.kind in kind.readers:
                 with contextlib.suppress(ProcessLookupError):
@@ -122,7 +117,7 @@ class Chaos:
     async def _fill(self) -> dict[str, Any]:
         """Takes all room of the run's disk for some seconds."""
         lasts = self.random.uniform(*FULL_S)
-        _say(f"no room for {lasts:.1f} s")
+        tell(f"no room for {lasts:.1f} s")
         filler = self.run_dir.parent / "filler"
         try:
             with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -156,22 +151,15 @@ class Chaos:
             self.report.named_s.append(named)
         elif named is None and target.kind in WAITED_FOR:
             self.report.unnamed.append(target.name)
-            _say(f"never named {target.name}: {json.dumps(polls)}")
+            tell(f"never named {target.name}: {json.dumps(polls)}")
         return {"named_s": named, "waited_for": waited}
 
     async def _stalls(self) -> list[dict[str, Any]]:
         """What `meshrl status --stalled` says, as a user would ask."""
-        asked = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "meshrl", "status", "--stalled", "--json"),
-            *("--mesh", str(self.run_dir)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        async with asyncio.timeout(30.0):
-            out, _ = await asked.communicate()
+        words = ("status", "--stalled", "--json", "--mesh", str(self.run_dir))
         try:
-            found: list[dict[str, Any]] = json.loads(out)
-        except ValueError:
+            found: list[dict[str, Any]] = json.loads(await meshrl(*words, within_s=30.0))
+        except (RuntimeError, ValueError):
             return []
         return found
 
@@ -266,7 +254,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             faults.result()  # what went wrong with the injection is no verdict on the mesh
         faults.cancel()
         await asyncio.gather(faults, return_exceptions=True)
-        return verdict(out, status, chaos.report, arguments.count)
+        summary = summary_in(out) | ({"phase": ""} if status else {})
+        return verdict({out: summary}, chaos.report, arguments.count)
 
 
 async def _followed(
@@ -281,14 +270,14 @@ async def _followed(
         async with asyncio.timeout(RUN_S):
             while True:
                 status = await _ran(words, log)
-                _say(_end_of(log))
+                tell(_end_of(log))
                 if status != 0 or faults.done():
                     return status
                 held = json.loads((out / "job.json").read_text())
                 steps = held["document"]["budget"]["steps"] + MORE_STEPS
                 words = ["resume", str(out), "--set", f"budget.steps={steps}"]
     except TimeoutError:
-        _say(_end_of(log))
+        tell(_end_of(log))
         return -1
 
 
@@ -325,68 +314,3 @@ def _poll(at_s: float, asked_s: float, stalls: list[dict[str, Any]]) -> dict[str
 
 def _end_of(log: Path) -> str:
     return log.read_text()[-6000:]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def verdict(out: Path, status: int, report: Report, count: int) -> dict[str, Any]:
-    """One flat object; `ok` is what the exit status says."""
-    try:
-        summary = json.loads((out / "summary.json").read_text())
-    except (OSError, ValueError):
-        summary = {}
-    first = min((f["at"] for f in report.faults), default=float("inf"))
-    after = (summary.get("held_out") or {}).get("after") or {}
-    named = max(report.named_s, default=0.0)
-    if report.unnamed:
-        named = float("inf")
-    answer = {
-        "faults": len(report.faults),
-        "count": count,
-        "kills": sum(f["fault"] == "kill" for f in report.faults),
-        "stops": sum(f["fault"] == "stop" for f in report.faults),
-        "damages": sum(f["fault"] == "damage" for f in report.faults),
-        "full_disks": sum(f["fault"] == "full" for f in report.faults),
-        "hit": ",".join(f"{f['fault']}:{f['name']}" for f in report.faults),
-        "completed": int(status == 0 and summary.get("phase") == jobs.Phase.FINISHED),
-        "continued": continued(out, first),
-        "lost": summary.get("lost"),
-        "trained_twice": summary.get("trained_twice"),
-        "typed_drops": summary.get("typed_drops"),
-        "held_out_greedy": after.get("greedy"),
-        "wall_s": summary.get("wall_s"),
-        "stall_named_s": round(named, 2) if named < float("inf") else None,
-        "stalls_checked": len(report.named_s) + len(report.unnamed),
-        "stalls_unnamed": ",".join(report.unnamed),
-        "run": str(out),
-    }
-    answer["ok"] = int(
-        answer["completed"] == 1
-        and (answer["lost"], answer["trained_twice"], answer["typed_drops"]) == (0, 0, 0)
-        and (answer["held_out_greedy"] or 0) >= 0.85
-        and answer["continued"] >= 1
-        and answer["faults"] == count
-        and (answer["stops"] == 0 or answer["stalls_checked"] >= 1)
-        and (answer["stall_named_s"] is not None and answer["stall_named_s"] <= NAMED_S)
-    )
-    return answer
-
-
-def continued(out: Path, first_fault: float) -> int:
-    """Trajectories that were opened before the first fault and trained in a step after it."""
-    opened: dict[int, int] = {}
-    trained = 0
-    try:
-        lines = (out / "events.jsonl").read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        event = json.loads(line)
-        fields = event["fields"]
-        if event["kind"] == "opened" and event["ms"] / 1000 < first_fault:
-            opened |= dict.fromkeys(fields["groups"], fields["samples"])
-        elif event["kind"] == "step" and event["ms"] / 1000 > first_fault:
-            trained += sum(row["scored"] for row in fields["groups"] if row["group"] in opened)
-    return trained

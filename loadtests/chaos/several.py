@@ -9,19 +9,18 @@ import asyncio
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from common.base.errors import MeshError
 from common.state import jobs
-from loadtests.chaos.faults import RUN_S, Chaos, Report, continued
+from loadtests.chaos.faults import RUN_S, Chaos
+from loadtests.chaos.verdict import verdict
 from loadtests.jobs.mesh import RunningMesh, mesh_up
-from loadtests.jobs.plan import greedy
+from loadtests.measuring.entry import tell
 from meshrl.client.client import Client
 
 WORKERS = 2  # for each job
-LEARNT = 0.85  # held-out accuracy that each job must reach
 AGAIN_S = 1.0  # between two questions to a mesh that may be without Redis
 
 
@@ -33,7 +32,7 @@ async def several(arguments: argparse.Namespace) -> dict[str, Any]:
     if set(kinds) - {"kill", "stop"}:
         raise SystemExit("with --jobs there are the faults kill and stop")
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    summaries: dict[str, dict[str, Any]] = {}
+    summaries: dict[Path, dict[str, Any]] = {}
     async with mesh_up(folder, WORKERS * arguments.jobs) as mesh:
         disturbing = Chaos(mesh.root, arguments.seed, kinds, arguments.count)
         faults = asyncio.create_task(disturbing.wreak())
@@ -47,18 +46,19 @@ async def several(arguments: argparse.Namespace) -> dict[str, Any]:
         finally:
             faults.cancel()
             await asyncio.gather(faults, return_exceptions=True)
-    return verdict(mesh.root, summaries, disturbing.report, arguments)
+    return verdict(summaries, disturbing.report, arguments.count)
 
 
 async def _round(
     mesh: RunningMesh, arguments: argparse.Namespace, before: int
-) -> dict[str, dict[str, Any]]:
-    """Summaries of so many jobs more, by name; empty for one that did not finish."""
+) -> dict[Path, dict[str, Any]]:
+    """Summaries of so many jobs more, by run; empty for one that did not finish."""
     names = [f"job{before + number}" for number in range(arguments.jobs)]
     for number, name in enumerate(names):
         changes = [f"seed={number}", *(arguments.set or [])]
         await _submitted(mesh, arguments.job, name, changes)
-    return dict(zip(names, await asyncio.gather(*(_over(mesh, n) for n in names)), strict=True))
+    ended = await asyncio.gather(*(_over(mesh, name) for name in names))
+    return {mesh.root / name: summary for name, summary in zip(names, ended, strict=True)}
 
 
 async def _submitted(mesh: RunningMesh, job: Path, name: str, changes: list[str]) -> None:
@@ -73,7 +73,7 @@ async def _submitted(mesh: RunningMesh, job: Path, name: str, changes: list[str]
         except MeshError as error:
             if not error.retryable:
                 raise
-            print(f"submitting again: {error}", file=sys.stderr, flush=True)
+            tell(f"submitting again: {error}")
         await asyncio.sleep(AGAIN_S)
 
 
@@ -88,47 +88,3 @@ async def _over(mesh: RunningMesh, name: str) -> dict[str, Any]:
         except MeshError:
             pass  # Redis is away, or starts
         await asyncio.sleep(AGAIN_S)
-
-
-def verdict(
-    root: Path,
-    summaries: dict[str, dict[str, Any]],
-    report: Report,
-    arguments: argparse.Namespace,
-) -> dict[str, Any]:
-    """One flat object; `ok` is what the exit status says."""
-    first = min((fault["at"] for fault in report.faults), default=time.time())
-    found = list(summaries.values())
-    reached = {name: greedy(one) if one else 0.0 for name, one in summaries.items()}
-
-    def total(key: str) -> int:
-        return sum(int(one.get(key) or 0) for one in found)
-
-    answer: dict[str, Any] = {
-        "jobs": len(summaries),
-        "faults": len(report.faults),
-        "kills": sum(fault["fault"] == "kill" for fault in report.faults),
-        "stops": sum(fault["fault"] == "stop" for fault in report.faults),
-        "hit": ",".join(f"{fault['fault']}:{fault['name']}" for fault in report.faults),
-        "completed": sum(one.get("phase") == jobs.Phase.FINISHED for one in found),
-        "continued": sum(continued(root / name, first) for name in summaries),
-        "lost": total("lost"),
-        "trained_twice": total("trained_twice"),
-        "typed_drops": total("typed_drops"),
-        "held_out_greedy": min(reached.values(), default=None),
-        **{f"held_out_greedy_{name}": share for name, share in reached.items()},
-        "stalls_checked": len(report.named_s) + len(report.unnamed),
-        "stalls_unnamed": ",".join(report.unnamed),
-        "stall_named_s": round(max(report.named_s), 2) if report.named_s else None,
-        "run": str(root),
-    }
-    answer["ok"] = int(
-        answer["jobs"] > 0
-        and answer["completed"] == answer["jobs"]
-        and (answer["lost"], answer["trained_twice"], answer["typed_drops"]) == (0, 0, 0)
-        and min(reached.values(), default=0.0) >= LEARNT
-        and answer["continued"] >= 1
-        and answer["faults"] == arguments.count
-        and not report.unnamed
-    )
-    return answer

@@ -17,7 +17,6 @@ has the template's special tokens. Prints a line of JSON for each template, then
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from common.base.errors import ConfigError
 from loadtests.chat_templates.comparing import OUTCOMES, compared, directory_of
+from loadtests.measuring.entry import report
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
                     found = {"all": f"refused: {error.message}"}
             counts.update(outcome.partition(":")[0] for outcome in found.values())
             counts["templates"] += 1
-            print(json.dumps({"template": f"{folder.name}/{file.name}", **found}))
-    print(json.dumps(counts))
+            report({"template": f"{folder.name}/{file.name}", **found})
+    report(counts)
     sys.exit(bool(counts["unequal"]))
 
 

@@ -11,9 +11,7 @@ wrong, a wrong solution is paid, or more than 1 % of the right ones are not.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import sys
 
@@ -21,26 +19,28 @@ from loadtests.conformance import judge
 from loadtests.conformance.graded import graded
 from loadtests.conformance.rates import offenders, rates
 from loadtests.conformance.rows import ALL, STYLES
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import options, report
 
 RUNNERS = ("isolated", "pytest", "auto")
 FALSE_REJECT = 0.01  # at most
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = options(
+        __doc__,
+        jobs=(os.cpu_count() or 1, "at a time"),
+        only=("", "rows with this in their names"),
+        judge_only=(False, "checks the set, grades nothing"),
+    )
     parser.add_argument("--styles", nargs="+", choices=STYLES, default=list(STYLES))
     parser.add_argument("--runner", choices=RUNNERS, default=RUNNERS[0])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
-    parser.add_argument("--only", default="", help="rows with this in their names")
-    parser.add_argument("--judge-only", action="store_true", help="checks the set, grades nothing")
     given = parser.parse_args()
     rows = [row for row in ALL if row.style in given.styles and given.only in row.name]
     judged = judge.verdicts(rows, given.jobs)
     mistaken = judge.mistakes(rows, judged)
     print(*mistaken, sep="\n", end="\n" if mistaken else "", file=sys.stderr)
     if given.judge_only:
-        print(json.dumps({"rows": len(rows), "mistaken": len(mistaken)}))
+        report({"rows": len(rows), "mistaken": len(mistaken)})
         return 1 if mistaken else 0
     answers = asyncio.run(graded(rows, given.jobs, given.runner))
     for line in offenders(rows, answers):
@@ -51,7 +51,7 @@ def main() -> int:
         for style in given.styles
     }
     told = {"runner": given.runner, **found, "mistaken": len(mistaken), **styles}
-    print(json.dumps(flat(told)))
+    report(told)
     bad = mistaken or found["false_accept"] or found["false_reject"] > FALSE_REJECT
     return 1 if bad else 0
 

@@ -13,7 +13,6 @@ rest failed by name.
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
 import random
@@ -28,18 +27,21 @@ from typing import Any
 from loadtests.damage.files import KINDS
 from loadtests.damage.harms import HARMS
 from loadtests.damage.trials import AT_REST, RUNNING, Slot, Trial, Verdict
+from loadtests.measuring.entry import options, report, tell
 
 ALL = [Trial(kind, how, when) for kind in KINDS for how in HARMS for when in (AT_REST, RUNNING)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="trials with this in their names")
-    parser.add_argument("--count", type=int, default=0, help="as many, drawn; 0: all")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="tried at a time")
-    parser.add_argument("--out", type=Path, help="a file for every verdict, as JSON lines")
-    parser.add_argument("--list", action="store_true", help="names them and ends")
+    parser = options(
+        __doc__,
+        only=("", "trials with this in their names"),
+        count=(0, "as many, drawn; 0: all"),
+        seed=1,
+        jobs=(1, "tried at a time"),
+        out=(Path, "a file for every verdict, as JSON lines"),
+        list=(False, "names them and ends"),
+    )
     given = parser.parse_args()
     chosen = [trial for trial in ALL if given.only in trial.name]
     if given.count:
@@ -51,12 +53,12 @@ def main() -> int:
     left = [trial for trial in chosen if trial.name not in verdicts]
     for verdict in tried(left, given.jobs):
         verdicts[verdict.name] = asdict(verdict)
-        print(_told(verdict), file=sys.stderr, flush=True)
+        tell(_told(verdict))
         if given.out:
             with given.out.open("a") as file:
                 file.write(json.dumps(asdict(verdict)) + "\n")
     answer = summary([verdicts[trial.name] for trial in chosen])
-    print(json.dumps(answer))
+    report(answer)
     return 0 if not answer["hung"] and not answer["silent"] else 1
 
 

@@ -11,11 +11,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,7 @@ from common.state import registry
 from common.state.redis.client import State
 from loadtests.damage.files import LAUNCHER, Kind
 from loadtests.damage.harms import harm
+from loadtests.measuring.commands import Command
 from loadtests.mistakes.job import JOB, Place, toml
 
 AT_REST, RUNNING = "at rest", "running"
@@ -76,65 +73,13 @@ class Verdict:
     output: str
 
 
-class _Command:
-    """A command of the user's in the folder of the job, and what it prints."""
-
-    def __init__(self, place: Path, *words: str) -> None:
-        self.lines: list[str] = []
-        self.program = subprocess.Popen(
-            [sys.executable, "-m", "meshrl", *words],
-            cwd=place,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.program.stdout is not None
-        for line in self.program.stdout:
-            self.lines.append(line)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.lines)
+class _Run(Command):
+    """A command that trains."""
 
     @property
     def steps(self) -> int:
         """The last step that it has printed; 0 before."""
         return max((int(found) for found in STEP.findall(self.text)), default=0)
-
-    def until(self, done: Callable[[], bool], within_s: float) -> bool:
-        """Whether it came to that, before the command ended or the time was over."""
-        end = time.monotonic() + within_s
-        while time.monotonic() < end:
-            if done():
-                return True
-            if self.program.poll() is not None:
-                return done()
-            time.sleep(0.05)
-        return False
-
-    def wait(self, within_s: float) -> int | None:
-        """The exit status, once all output is read; None when it still runs then."""
-        try:
-            status = self.program.wait(within_s)
-        except subprocess.TimeoutExpired:
-            return None
-        self._reader.join(10.0)
-        return status
-
-    def interrupt(self) -> None:
-        """Ctrl-C, and SIGKILL where that does not help."""
-        for number in (signal.SIGINT, signal.SIGKILL):
-            if self.program.poll() is None:
-                os.killpg(self.program.pid, number)
-                self.wait(30.0)
 
 
 class Slot:
@@ -158,9 +103,9 @@ class Slot:
             (("run", "job.toml"), OLDER, self._older),
             (("resume", "run"), NEWER, self._newer),
         ):
-            command = _Command(self.place.root, *words)
+            command = _Run(self.place.root, *words)
             came = command.until(lambda c=command, n=steps: c.steps >= n, UP_S)  # type: ignore[misc]
-            command.interrupt()
+            command.end()
             if not came or command.steps >= STEPS:
                 raise RuntimeError(f"no run to damage:\n{command.text}")
             _copied(self.run, copy)
@@ -169,10 +114,10 @@ class Slot:
         """Damages a file and says what came of it; nothing is left running."""
         shutil.rmtree(self.run, ignore_errors=True)
         _copied(self._newer, self.run)
-        command: _Command | None = None
+        command: _Run | None = None
         try:
             if trial.when == RUNNING:
-                command = _Command(self.place.root, "resume", "run")
+                command = _Run(self.place.root, "resume", "run")
                 if not command.until(lambda: command.steps > NEWER, UP_S):  # type: ignore[union-attr]
                     return _skipped(trial, f"it does not run:\n{command.text[-1000:]}")
             readers = self._readers(trial.kind, command)
@@ -190,15 +135,17 @@ class Slot:
             if command is not None and LAUNCHER in trial.kind.readers:
                 command.wait(10.0)
             if command is None or LAUNCHER in trial.kind.readers:
-                command, before = _Command(self.place.root, "resume", "run"), 0
+                command, before = _Run(self.place.root, "resume", "run"), 0
             status = command.wait(ENDS_S)
             ended_s = time.monotonic() - began
-            return self._judge(trial, path, command.lines[before:], status, ended_s)
+            return self._judge(
+                trial, path, [line for _, line in command.lines[before:]], status, ended_s
+            )
         finally:
             if command is not None:
-                command.interrupt()
+                command.end()
 
-    def _readers(self, kind: Kind, command: _Command | None) -> list[int]:
+    def _readers(self, kind: Kind, command: _Run | None) -> list[int]:
         """The pids of those who read files of this kind when they start again."""
         if command is None:
             return []

@@ -30,6 +30,7 @@ from common.state import jobs
 from common.state.redis.client import State
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
+from loadtests.measuring.entry import options, report
 from meshrl.directory.places import MeshPlace
 
 UP_S = 240.0  # until the job trains
@@ -186,16 +187,15 @@ def verdict(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, deep=(False, "with Redis at a port"))
     parser.add_argument("job", type=Path)
     parser.add_argument("--set", action="append", help="KEY=VALUE of the job")
-    parser.add_argument("--deep", action="store_true", help="with Redis at a port")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("loadtests.doors needs root: only root can act as another user")
     os.umask(PRIVATE)
     answer = asyncio.run(run(arguments))
-    print(json.dumps(answer))
+    report(answer)
     sys.exit(0 if answer["ok"] else 1)
 
 

@@ -112,25 +112,30 @@ def call_all(plan: Plan) -> list[Tried]:
     return tried
 
 
+def framed(
+    process: Process, method: Method[Any], call_id: int, right: bool, kind: int = CALL
+) -> list[bytes | memoryview]:
+    """Return the frames of a call with a blank request, by the right incarnation or a wrong one."""
+    body, buffers = _request(method)
+    target = process.incarnation if right else "0" * len(process.incarnation)
+    header = pack_header(kind, call_id, process.name, method.name, "stranger", target, DEADLINE_MS)
+    return [len(header).to_bytes(LENGTH_BYTES, "little") + header + body, *buffers]
+
+
+@cache
+def _request(method: Method[Any]) -> tuple[bytes, list[memoryview]]:
+    return encode(blank(method.request))
+
+
 def _ask(socket: zmq.Socket[bytes], process: Process) -> dict[int, str]:
     """Sends every call, with the right incarnation and with a wrong one; what they are."""
     sent: dict[int, str] = {}
     for method in methods():
-        body, buffers = encode(blank(method.request))
         for right in (True, False):
-            target = process.incarnation if right else "0" * len(process.incarnation)
             number = len(sent)
-            header = pack_header(
-                CAST if isinstance(method, Cast) else CALL,
-                number + 1,
-                process.name,
-                method.name,
-                sender="stranger",
-                target=target,
-                number=DEADLINE_MS,
-            )
-            first = len(header).to_bytes(LENGTH_BYTES, "little") + header + body
+            kind = CAST if isinstance(method, Cast) else CALL
+            frames = framed(process, method, number + 1, right, kind)
             with suppress(zmq.Again):  # its connection was ended: that is an answer for all
-                socket.send_multipart([first, *buffers], zmq.NOBLOCK)
+                socket.send_multipart(frames, zmq.NOBLOCK)
             sent[number] = f"{method.label} ({'right' if right else 'wrong'} incarnation)"
     return sent

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +35,6 @@ from common.api.sandbox import Sandbox
 from common.api.scoring import Scoring
 from common.api.trainer import Trainer
 from common.api.weights import STORE, Weights
-from common.base.encoding.messages import encode
 from common.base.errors import NotAllowed, StaleIncarnation
 from common.base.host.settings import MeshSettings
 from common.job.bundle import bundle_files
@@ -45,13 +43,13 @@ from common.mesh.access.owner import PERSON, person_settings
 from common.mesh.transport.address import bulk_key_text, endpoint_of, key_of, key_text
 from common.mesh.transport.keys import KeyPair
 from common.mesh.transport.pump import LENGTH_BYTES
-from common.mesh.wire.frames import CALL, pack_header, unpack_error, unpack_header
+from common.mesh.wire.frames import unpack_error, unpack_header
 from common.state import jobs, registry
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
 from common.state.redis.client import State
 from common.state.registry import Entry
-from loadtests.doors.calls import blank, call_all, methods
+from loadtests.doors.calls import call_all, framed, methods
 from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
 from loadtests.doors.planting import LARGEST_BYTES, Planting, plant
 from loadtests.doors.stranger import SAID, THREADS, at_port
@@ -70,7 +68,6 @@ ANSWERS: Mapping[str, type[Interface]] = {
     "worker": Worker,
 }
 WAIT_S = 30.0  # for all answers, after everything is sent
-DEADLINE_MS = 5_000
 ASIDE = "matrix"  # in the names of the keys that this shows
 
 
@@ -163,23 +160,12 @@ def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _A
         allowed = _may(role, kind, method.name)
         if allowed and right:
             continue  # that would run
-        body, buffers = _request(method)
         call_id = len(sent) + 1
-        target = process.incarnation if right else "0" * len(process.incarnation)
-        header = pack_header(
-            CALL, call_id, process.name, method.name, "matrix", target, DEADLINE_MS
-        )
-        first = len(header).to_bytes(LENGTH_BYTES, "little") + header + body
-        socket.send_multipart([first, *buffers])
+        socket.send_multipart(framed(process, method, call_id, right))
         expected = StaleIncarnation.code if allowed else NotAllowed.code
         what = f"{method.label} of {process.name} by a {role}, {'right' if right else 'wrong'}"
         sent[call_id] = _Ask(what, expected)
     return sent
-
-
-@cache
-def _request(method: Method[Any]) -> tuple[bytes, list[memoryview]]:
-    return encode(blank(method.request))
 
 
 def _calls(kind: str) -> Iterator[tuple[Method[Any], bool]]:

@@ -20,14 +20,14 @@ are told by how many gangs train; the planner begins with `--start` of them: a j
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import time
 from typing import Any
 
 from loadtests.elastic.figures import figures, good, moved
+from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, run
 from sim.drift import Drift
 from sim.mesh.job.workload import PacedWorkload
@@ -54,13 +54,11 @@ async def compared(steps: int, splits: list[int], start: int, seed: int) -> dict
     job = JOB.of_steps(steps)
     arms = {f"static_{k}": job.held(k - 1) for k in splits}
     arms["planner"] = job.beginning(start - 1)
-    turn = seed % len(arms)
-    names = [*arms][turn:] + [*arms][:turn]
     began = time.monotonic()
     found: dict[str, Arm] = {}
-    for name in names:
+    for name in rotated([*arms], seed):
         found[name] = await run(name, arms[name], seed, MOST)
-        print(json.dumps(found[name].row()), file=sys.stderr, flush=True)
+        tell(found[name].row())
     planner = found.pop("planner")
     return figures(planner, [*found.values()], WORKERS, time.monotonic() - began)
 
@@ -69,7 +67,7 @@ async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
     """Figures of the planner's arm while engines are killed."""
     began = time.monotonic()
     arm = await run("churn", JOB.of_steps(steps).beginning(start - 1), seed, MOST, KILL_S)
-    print(json.dumps(arm.row()), file=sys.stderr, flush=True)
+    tell(arm.row())
     told = moved(arm, WORKERS)
     return {
         "wall_s": round(time.monotonic() - began, 1),
@@ -82,12 +80,14 @@ async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtests.elastic", description=__doc__)
-    parser.add_argument("--steps", type=int, default=28)
-    parser.add_argument("--splits", default="1,3,4", help="gangs that train in each static split")
-    parser.add_argument("--start", type=int, default=1, help="those that the planner begins with")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--churn", action="store_true")
+    parser = options(
+        __doc__,
+        steps=28,
+        splits=("1,3,4", "gangs that train in each static split"),
+        start=(1, "those that the planner begins with"),
+        seed=0,
+        churn=False,
+    )
     a = parser.parse_args()
     if a.churn:
         answer = asyncio.run(churned(a.steps, a.start, a.seed))
@@ -96,7 +96,7 @@ def main() -> int:
         splits = [int(split) for split in a.splits.split(",")]
         answer = asyncio.run(compared(a.steps, splits, a.start, a.seed))
         reached = good(answer)
-    print(json.dumps(answer))
+    report(answer)
     return 0 if reached else 1
 
 

@@ -13,7 +13,6 @@ in float32, which is the faster one where the processor does not multiply bfloat
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 from pathlib import Path
@@ -33,6 +32,7 @@ from loadtests.engine.contestants import (
     prompts,
     vllm,
 )
+from loadtests.measuring.entry import options, report
 
 NEW = 128
 BATCHES = (1, 8, 32)
@@ -44,12 +44,14 @@ Seconds = dict[tuple[str, str], list[float]]  # (contestant, case) -> one for ea
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm", type=Path, default=VLLM, help="its virtual environment")
-    parser.add_argument("--new", type=int, default=NEW, help="tokens of each request")
-    parser.add_argument("--long", type=int, default=LONG, help="tokens of the long prompts")
-    parser.add_argument("--at-once", type=int, default=AT_4K, help="long prompts")
+    parser = options(
+        __doc__,
+        rounds=3,
+        vllm=(VLLM, "its virtual environment"),
+        new=(NEW, "tokens of each request"),
+        long=(LONG, "tokens of the long prompts"),
+        at_once=(AT_4K, "long prompts"),
+    )
     chosen = parser.parse_args()
     one_core()
     with tempfile.TemporaryDirectory(prefix="meshrl-engine-") as folder:
@@ -59,7 +61,7 @@ def main() -> None:
         finally:
             for contestant in contestants.values():
                 contestant.close()
-    print(json.dumps(report(contestants, found, share, chosen)))
+    report(figures(contestants, found, share, chosen))
 
 
 def start(model: Path, folder: Path, new: int) -> dict[str, Contestant]:
@@ -100,7 +102,7 @@ def scheduler_share(answer: Answer) -> float:
     return 1 - answer.compute_s / answer.wall_s
 
 
-def report(
+def figures(
     contestants: dict[str, Contestant],
     found: Seconds,
     shares: list[float],

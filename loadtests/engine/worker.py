@@ -9,7 +9,6 @@ hold `compute_s`, seconds inside the model, and `steps`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
 from common.model.files.hf import load_model
+from loadtests.measuring.entry import options
 
 SLOTS = 64
 STEPS = 8  # of a call, as an engine process flushes
@@ -88,11 +88,10 @@ class Worker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, max_length=4352)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--path", choices=("native", "eager"), default="native")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--max-length", type=int, default=4352)
     chosen = parser.parse_args()
     worker = Worker(start(chosen.model, chosen.path, chosen.dtype, chosen.max_length))
     worker.generate([[1] * 4] * SLOTS, [8] * SLOTS, False)

@@ -11,11 +11,11 @@ as `meshrl audit`, and `problems`; exit status 1 when there is one.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from loadtests.history.checking import check
+from loadtests.measuring.entry import report
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     found = check(Path(sys.argv[1]))
-    print(json.dumps(found))
+    report(found)
     return int(bool(found["problems"]))
 
 

@@ -21,9 +21,7 @@ An arm in which this machine used more than 1.6 cores is not `valid`, and the re
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import sys
 from collections.abc import Awaitable, Callable
@@ -32,9 +30,10 @@ from typing import Any
 
 from loadtests.hosts import arms
 from loadtests.hosts.flooded import flooded
-from loadtests.hosts.plan import BOOKS, Arm, Plan
+from loadtests.hosts.plan import BOOKS, Plan
 from loadtests.jobs.mesh import Paces
-from loadtests.measuring.rotating import measured
+from loadtests.measuring.entry import arms_of, options, report
+from loadtests.measuring.rounds import Arm, measured
 from loadtests.namespaces.hosts import lacking
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
@@ -115,23 +114,22 @@ def _median(runs: list[Arm], key: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--arms", default="demo,ratio,killed,partitions,joining,doors,flood")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=16, help="of a paced job")
-    parser.add_argument("--problems", type=int, default=64, help="of an evaluation")
-    parser.add_argument("--cut-s", type=float, default=30.0)
-    parser.add_argument("--frames", type=int, default=200_000, help="of a flood")
-    parser.add_argument("--rate", default="1gbit", help="of each link, as of tc; empty: as it goes")
-    parser.add_argument("--delay-ms", type=float, default=2.0, help="one way, between two hosts")
-    parser.add_argument("--rollout-pace", default=Paces.rollout)
-    parser.add_argument("--training-pace", default=Paces.training)
+    parser = options(
+        __doc__,
+        arms="demo,ratio,killed,partitions,joining,doors,flood",
+        rounds=1,
+        steps=(16, "of a paced job"),
+        problems=(64, "of an evaluation"),
+        cut_s=30.0,
+        frames=(200_000, "of a flood"),
+        rate=("1gbit", "of each link, as of tc; empty: as it goes"),
+        delay_ms=(2.0, "one way, between two hosts"),
+        rollout_pace=Paces.rollout,
+        training_pace=Paces.training,
+    )
     parser.add_argument("job", type=Path, nargs="?", default=JOB)
     a = parser.parse_args()
-    names = [part for arm in a.arms.split(",") for part in PARTS.get(arm, (arm,))]
-    unknown = set(names) - RUNS.keys()
-    if unknown:
-        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    names = arms_of(parser, a.arms, RUNS, PARTS)
     if lack := lacking():
         sys.exit(f"loadtests.hosts needs {lack}")
     paces = Paces(a.rollout_pace, a.training_pace)
@@ -139,7 +137,7 @@ def main() -> int:
     job = a.job.resolve()
     plan = Plan(job, a.steps, a.problems, a.cut_s, a.rate, delay_s, a.frames, paces)
     answer = result(asyncio.run(measured(RUNS, plan, names, a.rounds)))
-    print(json.dumps(answer))
+    report(answer)
     return 0 if answer["ok"] else 1
 
 

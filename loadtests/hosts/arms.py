@@ -7,7 +7,9 @@ import json
 import time
 
 from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of
-from loadtests.hosts.plan import Arm, Plan, books, greedy
+from loadtests.hosts.plan import Plan, books
+from loadtests.jobs.plan import greedy
+from loadtests.measuring.rounds import Arm
 
 WORKERS = 3  # in all: an engine, a core, and one that the planner gives to either
 EACH = (1, 1, 1)

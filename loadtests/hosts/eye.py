@@ -19,6 +19,7 @@ from common.base.errors import MeshError
 from common.state import leader, registry
 from common.state.redis.client import State
 from loadtests.jobs.mesh import workers_by_job
+from loadtests.measuring.entry import tell
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.diagnosing import read_writable
 from meshrl.view.mesh.stalled import diagnose
@@ -71,7 +72,7 @@ async def main(root: Path) -> None:
         try:
             print(json.dumps(asdict(await look(state))), flush=True)
         except MeshError as error:
-            print(f"eye: {error}", file=sys.stderr, flush=True)
+            tell(f"eye: {error}")
         await asyncio.sleep(LOOK_S)
 
 

@@ -12,7 +12,8 @@ from common.mesh.process.peers import listeners
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of
-from loadtests.hosts.plan import Arm, Plan, books
+from loadtests.hosts.plan import Plan, books
+from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.init import HOME
 
@@ -50,12 +51,7 @@ async def flooded(plan: Plan) -> Arm:
             "flood_frames_per_s": round(plan.frames / sum(wave.seconds for wave in waves)),
             "flood_ports": len(targets),
             "flood_unheard": sum(wave.unheard for wave in waves),
-            "grew_mib": grew.rss_mib,
-            "grew_mib_of": grew.rss_of,
-            "grew_descriptors": grew.descriptors,
-            "grew_descriptors_of": grew.descriptors_of,
-            "grew_threads": grew.threads,
-            "gone": list(grew.gone),
+            **grew.figures(),
             **honest.told(mesh),
         }
 

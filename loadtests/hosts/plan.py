@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.jobs.mesh import Paces
+from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.hosts import Hosts
 
-Arm = dict[str, Any]  # what one arm found, flat
 BOOKS = ("lost", "trained_twice", "typed_drops", "host_lost", "hosts_lost")
 
 
@@ -46,8 +46,3 @@ class Plan:
 def books(summary: dict[str, Any]) -> Arm:
     """What a summary tells of what was lost or done twice."""
     return {key: int(summary[key]) for key in BOOKS}
-
-
-def greedy(summary: dict[str, Any]) -> float:
-    """Held-out accuracy at the end."""
-    return float((summary["held_out"].get("after") or {}).get("greedy") or 0.0)

@@ -21,9 +21,7 @@ Jobs are the calculator with engines and cores at a declared pace (`--rollout-pa
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import sys
 from collections.abc import Awaitable, Callable
@@ -32,8 +30,9 @@ from typing import Any
 
 from loadtests.jobs import learning, makespan, moving, sharing
 from loadtests.jobs.mesh import Paces
-from loadtests.jobs.plan import Arm, Plan
-from loadtests.measuring.rotating import measured
+from loadtests.jobs.plan import Plan
+from loadtests.measuring.entry import arms_of, options, report
+from loadtests.measuring.rounds import Arm, measured
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
@@ -95,27 +94,26 @@ def _median(arms: list[Arm], key: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--arms", default="solo,pair,quad,share,preempt,makespan,moves")
-    parser.add_argument("--steps", type=int, default=16, help="of each job")
-    parser.add_argument("--problems", type=int, default=256, help="of an evaluation")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--moves", type=int, default=3, help="of each kind, and preemptions")
-    parser.add_argument("--window-s", type=float, default=60.0, help="that shares are taken over")
-    parser.add_argument("--seeds", default="0,1,2,3", help="four; each has a warm start of its own")
-    parser.add_argument("--rollout-pace", default=Paces.rollout)
-    parser.add_argument("--training-pace", default=Paces.training)
+    parser = options(
+        __doc__,
+        arms="solo,pair,quad,share,preempt,makespan,moves",
+        steps=(16, "of each job"),
+        problems=(256, "of an evaluation"),
+        rounds=1,
+        moves=(3, "of each kind, and preemptions"),
+        window_s=(60.0, "that shares are taken over"),
+        seeds=("0,1,2,3", "four; each has a warm start of its own"),
+        rollout_pace=Paces.rollout,
+        training_pace=Paces.training,
+    )
     parser.add_argument("job", type=Path, nargs="?", default=JOB)
     a = parser.parse_args()
-    names = [part for arm in a.arms.split(",") for part in PARTS.get(arm, (arm,))]
-    unknown = set(names) - RUNS.keys()
-    if unknown:
-        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    names = arms_of(parser, a.arms, RUNS, PARTS)
     paces = Paces(a.rollout_pace, a.training_pace)
     seeds = tuple(map(int, a.seeds.split(",")))
     plan = Plan(a.job.resolve(), a.steps, a.problems, paces, seeds, a.moves, a.window_s)
     answer = result(asyncio.run(measured(RUNS, plan, names, a.rounds)))
-    print(json.dumps(answer))
+    report(answer)
     good = answer.get("lost", 0) == 0 and answer.get("trained_twice", 0) == 0
     return 0 if good and answer["valid"] else 1
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from loadtests.jobs.mesh import mesh_up
-from loadtests.jobs.plan import Arm, Plan, accounts, greedy
+from loadtests.jobs.plan import Plan, accounts, greedy
+from loadtests.measuring.rounds import Arm
 
 ALONE = 2  # workers of a job alone: an engine and a core
 SPREAD = 3  # seeds alone that the spread is of

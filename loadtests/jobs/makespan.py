@@ -12,7 +12,8 @@ import asyncio
 import time
 
 from loadtests.jobs.mesh import mesh_up
-from loadtests.jobs.plan import Arm, Plan, accounts
+from loadtests.jobs.plan import Plan, accounts
+from loadtests.measuring.rounds import Arm
 
 WORKERS = 4
 BALANCED = ("training.pace=800/200", "evaluation.problems=64")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import sys
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
@@ -19,13 +17,13 @@ from common.state.events import Event
 from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Gang
 from common.state.redis.client import State
+from loadtests.measuring.commands import meshrl
 from loadtests.measuring.host import MOST_CORES, HostMeter
 from loadtests.measuring.meter import Meter
 from meshrl.client.client import Client, JobHandle
 from meshrl.directory.places import MeshPlace, read_json
 
 LOOK_S = 0.25  # between two looks at what processes have published
-COMMAND_S = 180.0  # for `meshrl up` and `meshrl down`
 RUN_S = 3600.0  # for one job
 RECORD_S = 300.0  # until the record of a job that is over is written; its model is, too
 
@@ -171,7 +169,7 @@ async def mesh_up(folder: Path, workers: int, **pool_settings: Any) -> AsyncIter
     lines = [f"{key} = {json.dumps(value)}" for key, value in pool_settings.items()]
     config = folder / "mesh.toml"
     config.write_text("\n".join(["[pool]", *lines, ""]))
-    await _meshrl("up", "--root", str(root), "--workers", str(workers), "--config", str(config))
+    await meshrl("up", "--root", str(root), "--workers", str(workers), "--config", str(config))
     place = MeshPlace(root)
     try:
         state = await State.open(place.redis_url)
@@ -189,17 +187,4 @@ async def mesh_up(folder: Path, workers: int, **pool_settings: Any) -> AsyncIter
         finally:
             await state.close()
     finally:
-        await _meshrl("down", "--mesh", str(root))
-
-
-async def _meshrl(*words: str) -> None:
-    command = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshrl", *words),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    async with asyncio.timeout(COMMAND_S):
-        said, _ = await command.communicate()
-    if command.returncode:
-        raise RuntimeError(f"meshrl {words[0]} ends with {command.returncode}: {said.decode()}")
+        await meshrl("down", "--mesh", str(root))

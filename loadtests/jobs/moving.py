@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from common.state.events import Event
 from common.state.pool.store import store as pool
 from loadtests.jobs.mesh import LOOK_S, RunningMesh, Seen, mesh_up
-from loadtests.jobs.plan import Arm, Plan
+from loadtests.jobs.plan import Plan
 from loadtests.jobs.sharing import FOREVER, SETTLED_S, settled
+from loadtests.measuring.rounds import Arm
 
 WORKERS = 4
 BEFORE_S = 10.0  # the others' rate is measured over as long before a move,
 LEAST_S = 4.0  # and over the move, or so long: their steps are that coarse
-MOVED_S = 120.0
 
 
 def role_changes(events: Sequence[Event]) -> dict[str, list[float]]:

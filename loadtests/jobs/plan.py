@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.jobs.mesh import Paces
+from loadtests.measuring.rounds import Arm
 
-Arm = dict[str, Any]  # what one arm found, flat
 _COUNT = itertools.count()
 
 

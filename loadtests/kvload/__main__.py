@@ -12,8 +12,6 @@ begin with the arm's name, those of one length are called `MODEL_TOKENS_RATIO_*`
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from loadtests.kvload.busy import LONG, busy
 from loadtests.kvload.link import linked
 from loadtests.kvload.sweep import OVER_SOCKETS, POINTS, Point, sweep
 from loadtests.kvload.turns import PROMPT, cost, turns
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import options, report
 from loadtests.measuring.host import MOST_CORES, HostMeter
 
 QUICK = (Point("30M", 2048, (0.2, 1.0, 5.0)),)
@@ -38,24 +36,24 @@ def point_of(text: str) -> Point:
 
 def main() -> None:
     """The entry."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(
+        __doc__,
+        arms=["sweep"],
+        rounds=5,
+        quick=(False, "one length of one model"),
+        model=("30M", "of the other arms"),
+        long=(LONG, "tokens of `busy`'s long prompt"),
+        prompt=(PROMPT, "tokens of `turns` and `cost`"),
+        directory=(Path, "on the disk that is read"),
     )
-    options.add_argument("--arms", nargs="+", default=["sweep"])
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--quick", action="store_true", help="one length of one model")
-    options.add_argument(
+    parser.add_argument(
         "--points",
         nargs="+",
         type=point_of,
         metavar="MODEL:TOKENS:RATIOS",
         help="of `sweep` and `sockets`, such as 30M:2048:0.2,1,5; a model is 1M, 30M or 200M",
     )
-    options.add_argument("--model", default="30M", help="of the other arms")
-    options.add_argument("--long", type=int, default=LONG, help="tokens of `busy`'s long prompt")
-    options.add_argument("--prompt", type=int, default=PROMPT, help="tokens of `turns` and `cost`")
-    options.add_argument("--directory", type=Path, help="on the disk that is read")
-    chosen = options.parse_args()
+    chosen = parser.parse_args()
     began, use = time.monotonic(), HostMeter()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
@@ -76,7 +74,7 @@ def main() -> None:
     found |= use.reading()
     found["wall_s"] = round(time.monotonic() - began, 1)
     found["valid"] = int(found["host_cores"] <= MOST_CORES)
-    print(json.dumps(flat(found)))
+    report(found)
 
 
 if __name__ == "__main__":

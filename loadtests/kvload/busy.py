@@ -15,6 +15,7 @@ from common.generation.builtin.schedule import Schedule
 from common.generation.contract import Request
 from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, LoadOnly, Scene, scene
+from loadtests.measuring.rounds import ratio
 
 LONG, SHORT = 16384, 22  # tokens of the one, and how many others there are: Cake's
 LENGTHS, NEW = (32, 448), 48  # tokens of theirs, and that each generates
@@ -54,16 +55,11 @@ def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
                 made.files.settle(8 * rate)
                 found.setdefault(f"{name}_decoded_per_s", []).append(_decoding(made, tokens, loads))
     medians = {name: round(median(values), 3) for name, values in found.items()}
-    ratios = {
-        "ttft_ratio": _ratio(found, "ours_ttft_s", "without_ttft_s"),
-        "throughput_ratio": _ratio(found, "ours_tokens_per_s", "without_tokens_per_s"),
-        "decode_share": _ratio(found, "loading_decoded_per_s", "alone_decoded_per_s"),
+    return medians | {
+        "ttft_ratio": ratio(found["ours_ttft_s"], found["without_ttft_s"]),
+        "throughput_ratio": ratio(found["ours_tokens_per_s"], found["without_tokens_per_s"]),
+        "decode_share": ratio(found["loading_decoded_per_s"], found["alone_decoded_per_s"]),
     }
-    return medians | ratios
-
-
-def _ratio(found: dict[str, list[float]], ours: str, other: str) -> float:
-    return round(median(a / b for a, b in zip(found[ours], found[other], strict=True)), 3)
 
 
 def _short(made: Scene, seed: int, new: int) -> list[Request]:

@@ -19,7 +19,7 @@ from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
 from common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Sought
 from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
+from loadtests.measuring.models import Tensors, drawn, shape
 from services.engine.kv.chunk_files import ChunkFiles, ChunkHead
 from services.engine.kv.host_cache import HostCache
 from services.engine.kv.keys import domain_of, names_of
@@ -41,16 +41,13 @@ _SHAPES = {
 def config(name: str, length: int) -> ModelConfig:
     """A model of so many parameters: wide and flat, as prefill of 16K tokens is to end today."""
     vocabulary, hidden, layers, ffn, width = _SHAPES[name]
-    return ModelConfig(
-        architecture="qwen3",
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        layers=layers,
-        heads=4,
-        kv_heads=4,
+    return shape(
+        hidden,
+        layers,
+        ffn,
+        vocabulary,
+        (4, 4),
         head_dim=width,
-        ffn_size=ffn,
-        qk_norm=True,
         tie_embeddings=True,
         max_positions=length,
     )
@@ -121,19 +118,19 @@ class LoadOnly:
 class Scene:
     """An engine, its shelf on the disk, and one stored prefix at a time."""
 
-    def __init__(self, engine: TorchEngine, model: Decoder, cache: HostCache, files: PacedFiles):
+    def __init__(self, engine: TorchEngine, weights: Tensors, cache: HostCache, files: PacedFiles):
         self.engine, self.cache, self.files = engine, cache, files
         self.paced: Paced = files
         self.load_only: type[LoadOnly] = LoadOnly
         self.wake = threading.Event()
-        self._model = model
+        self._weights = weights
         self._ids = 0
         self.steps: list[tuple[int, float]] = []  # tokens computed, and seconds since the request
 
     def forget(self) -> None:
         """Empties the engine's own cache."""
         self.engine.prefixes = None
-        self.engine.swap(self._model.state_dict(), 0)
+        self.engine.swap(self._weights, 0)
 
     def request(self, tokens: NDArray[np.int32], max_new: int = 1) -> Request:
         """A request of its own."""
@@ -203,11 +200,10 @@ def scene(
 ) -> Iterator[Scene]:
     """The engine of a model, on the native path."""
     torch.set_num_threads(1)
-    model = Decoder(config(name, length))
-    model.initialise(torch.Generator().manual_seed(0))
+    weights = drawn(config(name, length))
     clock = SystemClock()
     engine = build(config(name, length), slots, length, path="native", kv_tokens=kv_tokens)
-    engine.wake(model.state_dict(), 0)
+    engine.wake(weights, 0)
     shelf = KVTier("disk", directory / name, BUDGET, clock.wall)
     shelf.files = files = PacedFiles(shelf.files.directory)
     about = engine.cache_layout, "keep", engine.cache_bytes_per_token
@@ -223,7 +219,7 @@ def scene(
     )
     cache.computing(WEIGHTS)
     cache.writer.flush(LONGEST_S)
-    made = Scene(engine, model, cache, files)
+    made = Scene(engine, weights, cache, files)
     made.wake = ready
     try:
         yield made

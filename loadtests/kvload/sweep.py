@@ -16,6 +16,7 @@ import numpy as np
 from common.generation.builtin.schedule import PREFILL_TOKENS
 from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
+from loadtests.measuring.rounds import rotated
 
 BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end
 MATCHED = 1.0
@@ -91,8 +92,7 @@ def _measured(made: Scene, point: Point, rounds: int) -> dict[float, dict[str, A
     rest = [(arm, ratio) for ratio in point.ratios for arm in ("load", "both")]
     arms = [computing, *rest]
     for turn in range(rounds):
-        at = turn * 3 % len(arms)
-        for arm, ratio in [*arms[at:], *arms[:at]]:
+        for arm, ratio in rotated(arms, 3 * turn):
             known = times.get(computing, [compute_s])
             made.paced.settle(size / (ratio * median(known)) if ratio else 0.0)
             until_s = BEYOND * max(known) if arm == "load" else 600.0

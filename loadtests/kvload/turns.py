@@ -15,6 +15,7 @@ import numpy as np
 from common.generation.contract import NO_SESSION, Request
 from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
+from loadtests.measuring.rounds import ratio, ratios, rotated
 
 SESSIONS, TURNS = 6, 4
 PROMPT, ANSWER, TOOL = 2048, 12, 64  # tokens
@@ -33,8 +34,7 @@ def turns(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, An
     ):
         for turn in range(rounds):
             arms = [("without", small), ("with", small), ("roomy", large)]
-            at = turn % len(arms)
-            for name, made in [*arms[at:], *arms[:at]]:
+            for name, made in rotated(arms, turn):
                 made.forget()
                 made.engine.prefixes = made.cache if name == "with" else None
                 wall_s, computed = _conversations(made, turn, prompt)
@@ -42,11 +42,9 @@ def turns(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, An
                 found.setdefault(f"{name}_computed", []).append(computed)
                 made.engine.release(range(1_000_000 * (turn + 1)))
     medians = {name: round(median(values), 3) for name, values in found.items()}
-    walls = zip(found["with_s"], found["without_s"], strict=True)
-    tokens = zip(found["with_computed"], found["without_computed"], strict=True)
     return medians | {
-        "wall_ratio": round(median(a / b for a, b in walls), 3),
-        "computed_ratio": round(median(a / b for a, b in tokens), 3),
+        "wall_ratio": ratio(found["with_s"], found["without_s"]),
+        "computed_ratio": ratio(found["with_computed"], found["without_computed"]),
     }
 
 
@@ -118,13 +116,13 @@ def cost(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any
                 found.setdefault(f"{name}_cpu_s", []).append(time.process_time() - cpu_s)
                 found.setdefault(f"{name}_s", []).append(time.monotonic() - began)
         written = sum(made.cache.writer.written.values())
-    ratios = {
-        key: sorted(a / b for a, b in zip(found[f"kept_{unit}"], found[f"not_{unit}"], strict=True))
+    spans = {
+        key: sorted(ratios(found[f"kept_{unit}"], found[f"not_{unit}"]))
         for key, unit in (("cost_ratio", "cpu_s"), ("cost_wall_ratio", "s"))
     }
     return (
         {name: round(median(values), 3) for name, values in found.items()}
-        | {name: round(median(values), 4) for name, values in ratios.items()}
-        | {f"{name}_span": [round(v[0], 3), round(v[-1], 3)] for name, v in ratios.items()}
+        | {name: round(median(values), 4) for name, values in spans.items()}
+        | {f"{name}_span": [round(v[0], 3), round(v[-1], 3)] for name, v in spans.items()}
         | {"written_bytes": written}
     )

@@ -15,25 +15,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import secrets
-import signal
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import SETTINGS_ENV, MeshSettings
-from common.state.redis import embedded
 from loadtests.ledger.engines import ASKED
 from loadtests.ledger.traffic import GREEDY_PROMPT, GREEDY_PROMPTS
+from loadtests.measuring.entry import options, report
+from loadtests.measuring.meshed import Members, hosted
+from loadtests.measuring.processes import cpu_s
 
 ENGINES, IN_FLIGHT = 64, 2000
 HOSTS = 2  # processes that the simulated engines share
@@ -45,73 +38,23 @@ KILL_EVERY_S = 5.0
 SILENT_S = 300.0  # a shard that says nothing for so long beyond its time has failed
 
 
-class Processes:
-    """A Redis of our own, and the processes of one part of the test."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._running: list[subprocess.Popen[str]] = []
-        server = embedded.command(directory / "redis")
-        self._start(server.argv, "redis")
-        settings = MeshSettings(
-            redis_url=server.url,
-            run_root=str(directory),
-            secret=secrets.token_hex(SECRET_BYTES),
-        )
-        settings.to_file(directory / "settings.json")
-        self._environment = {
-            **os.environ,
-            SETTINGS_ENV: str(directory / "settings.json"),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def _start(self, argv: list[str], log: str, **options: Any) -> subprocess.Popen[str]:
-        with (self.directory / f"{log}.log").open("a") as said:
-            options = {"stdout": said, **options}
-            process = subprocess.Popen(argv, stderr=said, text=True, **options)
-        self._running.append(process)
-        return process
-
-    def worker(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "loadtests.ledger.engines", *words]
-        return self._start(argv, "workers", env=self._environment, **options)
-
-    def shard(self, *words: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "loadtests.ledger.shard", *words]
-        return self._start(argv, "shard", env=self._environment, stdout=subprocess.PIPE)
-
-    def told(self) -> str:
-        """The end of what each process logged."""
-        logs = sorted(self.directory.glob("*.log"))
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
-
-    def stop(self) -> None:
-        for process in reversed(self._running):  # Redis last
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(10.0)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+def worker(running: Members, *words: str, **options: Any) -> subprocess.Popen[str]:
+    """Start engines of the ledger."""
+    name = f"engines-{len(running.running)}"
+    return running.start(name, "loadtests.ledger.engines", *words, **options)
 
 
-@contextmanager
-def processes(name: str) -> Iterator[Processes]:
-    with tempfile.TemporaryDirectory(prefix=f"meshrl-{name}-") as directory:
-        running = Processes(Path(directory))
-        try:
-            yield running
-        finally:
-            running.stop()
+def shard_of(running: Members, *words: str) -> subprocess.Popen[str]:
+    """Start the shard, whose lines can be read."""
+    return running.start("shard", "loadtests.ledger.shard", *words, stdout=subprocess.PIPE)
 
 
-def line_of(shard: subprocess.Popen[str], running: Processes) -> str:
+def line_of(shard: subprocess.Popen[str], running: Members) -> str:
     """What the shard prints next; SystemExit with the logs when it has ended."""
     assert shard.stdout is not None
     line = shard.stdout.readline()
     if not line:
-        raise SystemExit(f"the shard has ended with {shard.wait()}:\n{running.told()}")
+        raise SystemExit(f"the shard has ended with {shard.wait()}:\n{running.logs()}")
     return line.strip()
 
 
@@ -120,14 +63,15 @@ def line_of(shard: subprocess.Popen[str], running: Processes) -> str:
 
 def loaded(seconds: float, engines: int, in_flight: int, warm_s: float) -> dict[str, Any]:
     share = engines // HOSTS
-    with processes("ledger-load") as running:
+    with hosted() as running:
         hosts = [
-            running.worker(
-                "simulated", f"--first={share * n}", f"--count={share}", f"--nice={NICE}"
+            worker(
+                running, "simulated", f"--first={share * n}", f"--count={share}", f"--nice={NICE}"
             )
             for n in range(HOSTS)
         ]
-        shard = running.shard(
+        shard = shard_of(
+            running,
             "load",
             f"--engines={share * HOSTS}",
             f"--trajectories={in_flight}",
@@ -142,20 +86,16 @@ def loaded(seconds: float, engines: int, in_flight: int, warm_s: float) -> dict[
     return report
 
 
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 # ---------------------------------------------------------------- engines that are killed
 
 
 def killed(chosen: argparse.Namespace) -> dict[str, Any]:
     seconds = chosen.kill_seconds
-    with processes("ledger-kill") as running:
+    with hosted() as running:
         directory = running.directory
         engines = Engines(running, chosen.serving, chosen.standing_by)
-        shard = running.shard(
+        shard = shard_of(
+            running,
             "greedy",
             f"--engines={chosen.serving}",
             f"--trajectories={chosen.killed_in_flight}",
@@ -170,7 +110,7 @@ def killed(chosen: argparse.Namespace) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(line_of(shard, running))
         prompts = min(report["opened"], GREEDY_PROMPTS)
         undisturbed = directory / "undisturbed.npy"
-        running.worker("reference", f"--trajectories={prompts}", f"--out={undisturbed}").wait(
+        worker(running, "reference", f"--trajectories={prompts}", f"--out={undisturbed}").wait(
             SILENT_S
         )
         outputs = compared(directory / "outputs.npz", undisturbed)
@@ -192,7 +132,7 @@ class Engines:
     its own, as spot capacity comes.
     """
 
-    def __init__(self, running: Processes, serving: int, standing_by: int) -> None:
+    def __init__(self, running: Members, serving: int, standing_by: int) -> None:
         self._running = running
         self._standing_by = [self._started() for _ in range(serving + standing_by)]
         self._joined = 0
@@ -201,7 +141,7 @@ class Engines:
 
     def _started(self) -> subprocess.Popen[str]:
         log = self._running.directory / "asked.log"
-        return self._running.worker("native", f"--log={log}", stdin=subprocess.PIPE)
+        return worker(self._running, "native", f"--log={log}", stdin=subprocess.PIPE)
 
     def _next(self) -> subprocess.Popen[str]:
         engine = self._standing_by.pop(0)
@@ -263,23 +203,25 @@ def asked_again(asked: Path, written: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=45.0, help="0: leave this part out")
-    parser.add_argument("--kill-seconds", type=float, default=120.0, help="0: leave this part out")
-    parser.add_argument("--engines", type=int, default=ENGINES, help="simulated ones")
-    parser.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="trajectories over them")
-    parser.add_argument("--warm", type=float, default=WARM_S, help="seconds before it is measured")
-    parser.add_argument("--serving", type=int, default=KILLED, help="built-in engines")
-    parser.add_argument("--standing-by", type=int, default=STANDING_BY, help="more of them")
-    parser.add_argument("--killed-in-flight", type=int, default=KILLED_IN_FLIGHT, help="over them")
-    parser.add_argument("--kill-every", type=float, default=KILL_EVERY_S, help="seconds")
+    parser = options(
+        __doc__,
+        seconds=(45.0, "0: leave this part out"),
+        kill_seconds=(120.0, "0: leave this part out"),
+        engines=(ENGINES, "simulated ones"),
+        in_flight=(IN_FLIGHT, "trajectories over them"),
+        warm=(WARM_S, "seconds before it is measured"),
+        serving=(KILLED, "built-in engines"),
+        standing_by=(STANDING_BY, "more of them"),
+        killed_in_flight=(KILLED_IN_FLIGHT, "over them"),
+        kill_every=(KILL_EVERY_S, "seconds"),
+    )
     chosen = parser.parse_args()
-    report: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if chosen.seconds:
-        report |= loaded(chosen.seconds, chosen.engines, chosen.in_flight, chosen.warm)
+        found |= loaded(chosen.seconds, chosen.engines, chosen.in_flight, chosen.warm)
     if chosen.kill_seconds:
-        report |= killed(chosen)
-    print(json.dumps(report))
+        found |= killed(chosen)
+    report(found)
 
 
 if __name__ == "__main__":

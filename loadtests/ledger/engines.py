@@ -12,7 +12,6 @@ engine would, and ends.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import struct
@@ -36,6 +35,7 @@ from loadtests.ledger.traffic import (
     VOCABULARY,
     greedy_prompt,
 )
+from loadtests.measuring.entry import options
 from services.engine.running import SWITCH_S, ThreadDriver
 from services.engine.service import EngineService
 from services.engine.stepping.emulation import EmulatedSteps
@@ -104,28 +104,14 @@ def tiny() -> TokenEngine:
     import torch
 
     from common.generation.builtin.build import build
-    from common.model.architecture.config import ModelConfig
-    from common.model.network.decoder import Decoder
+    from loadtests.measuring.models import drawn, shape
 
     torch.set_num_threads(1)
-    config = ModelConfig(
-        architecture="qwen3",
-        vocab_size=512,
-        hidden_size=64,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn_size=128,
-        qk_norm=True,
-        max_positions=1024,
-    )
-    model = Decoder(config)
-    model.initialise(torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        model.unembedding.mul_(4)  # sharp enough that tokens differ
+    config = shape(64, 2, 128, 512, (4, 2), max_positions=1024)
+    weights = drawn(config)
+    weights["unembedding"].mul_(4)  # sharp enough that tokens differ
     engine = build(config, SLOTS, 1024, path="native", dtype="float32")
-    engine.wake(model.state_dict(), 0)
+    engine.wake(weights, 0)
     return engine
 
 
@@ -177,14 +163,8 @@ def reference(trajectories: int, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, first=0, count=1, nice=0, log=Path, trajectories=0, out=Path)
     parser.add_argument("kind", choices=("simulated", "native", "reference"))
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--nice", type=int, default=0)
-    parser.add_argument("--log", type=Path)
-    parser.add_argument("--trajectories", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     os.nice(chosen.nice)
     if chosen.kind == "simulated":

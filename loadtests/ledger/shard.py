@@ -38,6 +38,7 @@ from loadtests.ledger.traffic import (
     Traffic,
     greedy_prompt,
 )
+from loadtests.measuring.entry import options
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.shard_ledger import ShardLedger
 from services.rollout.routing.engine_link import SeenEngine
@@ -320,13 +321,11 @@ async def serve(chosen: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, warm=0.0, out=Path)
     parser.add_argument("kind", choices=("load", "greedy"))
     parser.add_argument("--engines", type=int, required=True)
     parser.add_argument("--trajectories", type=int, required=True)
-    parser.add_argument("--warm", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     run(lambda: serve(chosen))
 

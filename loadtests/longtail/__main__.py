@@ -17,9 +17,7 @@ one core, in CPU-seconds.
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import math
 import random
 import tempfile
@@ -40,6 +38,7 @@ from loadtests.engine.contestants import (
     ours,
     prompts,
 )
+from loadtests.measuring.entry import options, report
 
 REQUESTS, SLOTS, MEAN = 512, 64, 64.0
 SIGMA = 1.2816  # of the logarithm: the share of the longest tenth is then normal_cdf(0) = 1/2
@@ -50,12 +49,14 @@ TABLE_STEPS = 48
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--mean", type=float, default=MEAN, help="tokens of a request")
-    parser.add_argument("--context", type=int, default=LONG, help="tokens beside short requests")
-    parser.add_argument("--table-steps", type=int, default=TABLE_STEPS, help="of each cell")
+    parser = options(
+        __doc__,
+        rounds=3,
+        requests=REQUESTS,
+        mean=(MEAN, "tokens of a request"),
+        context=(LONG, "tokens beside short requests"),
+        table_steps=(TABLE_STEPS, "of each cell"),
+    )
     parser.add_argument("--contexts", type=int, nargs=2, default=CONTEXTS, help="of the table")
     chosen = parser.parse_args()
     one_core()
@@ -87,7 +88,7 @@ def main() -> None:
             sum(sorted(lengths)[-len(lengths) // 10 :]) / sum(lengths), 3
         ),
     }
-    print(json.dumps(result))
+    report(result)
 
 
 def drawn(requests: int, mean: float, seed: int) -> list[int]:

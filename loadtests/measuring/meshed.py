@@ -1,17 +1,18 @@
-"""A Redis of its own and engines as processes beside it, for load tests that need a mesh."""
+"""Meshes for load tests: a Redis of their own, processes as members of it, and this process too."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from common.base.host.secret import SECRET_BYTES
 from common.base.host.settings import SETTINGS_ENV
@@ -19,74 +20,112 @@ from common.mesh.runtime.calls.actor import Actor
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state import registry
 from common.state.redis.embedded import command
+from loadtests.measuring.processes import environment
 
 START_S = 120.0  # native code may have to be compiled
+STOP_S = 20.0
+ROOT = Path(__file__).parents[2]
 
 
-class EngineProcesses:
-    """Engines by name; `loadtests.measuring.engine_member` says what their options are."""
+@contextlib.contextmanager
+def redis(directory: Path) -> Iterator[str]:
+    """Serve Redis until the end of the block; yield its URL once it listens."""
+    server = command(directory / "redis")
+    with subprocess.Popen(server.argv, stdout=subprocess.DEVNULL) as process:
+        try:
+            until = time.monotonic() + START_S
+            while not _listens(directory / "redis" / "redis.sock"):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError("Redis does not start")
+                time.sleep(0.02)
+            yield server.url
+        finally:
+            process.kill()
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory  # of their logs, and of the mesh's settings
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *options: str) -> None:
-        log = (self._directory / f"{name.replace('/', '-')}.log").open("ab")
-        argv = [sys.executable, "-m", "loadtests.measuring.engine_member", "--name", name]
-        env = {**os.environ, SETTINGS_ENV: str(self._directory / "settings.json")}
-        self.running[name] = subprocess.Popen([*argv, *options], stdout=log, stderr=log, env=env)
-        log.close()
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
-    async def ready(self, mesh: Mesh) -> None:
-        """All engines are registered, or RuntimeError with the end of one's log."""
-        deadline = time.monotonic() + START_S
+
+class Members:
+    """Processes of one host of a mesh; each ends with the mesh, and logs to a file of its name."""
+
+    def __init__(self, directory: Path, url: str, **more: Any) -> None:
+        self.directory = directory
+        self.settings = MeshSettings(
+            redis_url=url,
+            run_root=str(directory),
+            host="one",
+            secret=secrets.token_hex(SECRET_BYTES),
+            **more,
+        )
+        self.settings.to_file(directory / "settings.json")
+        self.running: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, module: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """Start a process that runs a module; `options` are those of Popen."""
+        settings = {SETTINGS_ENV: str(self.directory / "settings.json"), "PYTHONPATH": str(ROOT)}
+        with self._log(name).open("a") as log:
+            options = {"stdout": log, "env": environment(**settings), **options}
+            argv = [sys.executable, "-m", module, *words]
+            process = subprocess.Popen(argv, stderr=log, text=True, **options)
+        self.running[name] = process
+        return process
+
+    async def ready(self, mesh: Mesh, kind: str) -> None:
+        """Wait until all are registered; RuntimeError with the end of one's log."""
+        until = time.monotonic() + START_S
         while True:
-            alive = {e.name for e in await registry.entries(mesh.state, "engine") if e.alive}
+            alive = {e.name for e in await registry.entries(mesh.state, kind) if e.alive}
             if alive >= self.running.keys():
                 return
             dead = [name for name, process in self.running.items() if process.poll() is not None]
-            if dead or time.monotonic() > deadline:
+            if dead or time.monotonic() > until:
                 name = (dead or sorted(self.running.keys() - alive))[0]
-                log = (self._directory / f"{name.replace('/', '-')}.log").read_text()
-                raise RuntimeError(f"{name} does not start: {log[-2000:]}")
-            await asyncio.sleep(0.1)
+                raise RuntimeError(f"{name} does not start: {self._log(name).read_text()[-2000:]}")
+            await asyncio.sleep(0.05)
 
-    def kill(self, name: str) -> None:
-        """SIGKILL."""
-        process = self.running.pop(name)
-        process.kill()
-        process.wait()
+    def logs(self) -> str:
+        """Return the end of what each process logged."""
+        logs = sorted(self.directory.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs)
+
+    def stop(self) -> None:
+        """End all."""
+        for process in self.running.values():
+            process.terminate()
+        for process in self.running.values():
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _log(self, name: str) -> Path:
+        return self.directory / f"{name.replace('/', '-')}.log"
+
+
+@contextlib.contextmanager
+def hosted(**more: Any) -> Iterator[Members]:
+    """Yield the members of a mesh in a scratch directory, with a Redis that ends with it."""
+    with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch, redis(Path(scratch)) as url:
+        members = Members(Path(scratch), url, **more)
+        try:
+            yield members
+        finally:
+            members.stop()
 
 
 @contextlib.asynccontextmanager
 async def meshed(
-    name: str, actor: Callable[[Mesh], Actor] | None = None
-) -> AsyncIterator[tuple[Mesh, EngineProcesses, Path]]:
-    """This process as the mesh member `name`, on a Redis that ends with it; a scratch directory."""
-    with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
-        directory = Path(scratch)
-        server = command(directory / "redis")
-        redis = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL)
-        settings = MeshSettings(
-            redis_url=server.url,
-            run_root=scratch,
-            host="one",
-            secret=secrets.token_hex(SECRET_BYTES),
-        )
-        settings.to_file(directory / "settings.json")
-        engines = EngineProcesses(directory)
-        mesh = None
+    name: str, actor: Callable[[Mesh], Actor] | None = None, kind: str = ""
+) -> AsyncIterator[tuple[Mesh, Members]]:
+    """Yield this process as the mesh member `name`, and the others, of a mesh of its own."""
+    with hosted() as members:
+        mesh = await Mesh.open(name, kind or name.partition("/")[0], members.settings)
         try:
-            async with asyncio.timeout(START_S):
-                while not (directory / "redis" / "redis.sock").exists():
-                    await asyncio.sleep(0.02)
-            mesh = await Mesh.open(name, name.partition("/")[0], settings)
             await mesh.join(actor(mesh) if actor is not None else None)
-            yield mesh, engines, directory
+            yield mesh, members
         finally:
-            if mesh is not None:
-                await mesh.leave()
-            for engine in list(engines.running):
-                engines.kill(engine)
-            redis.kill()
-            redis.wait()
+            await mesh.leave()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from typing import Any
 from common.state import events, jobs
 from common.state.redis.client import State
 from loadtests.measuring.meter import Meter
+from loadtests.measuring.processes import environment
 from meshrl.view.recording.recorded import read_events
 
 LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
@@ -53,10 +53,9 @@ async def started(job: Path, out: Path, *changes: str) -> AsyncIterator[tuple[St
     for change in changes:
         command += ["--set", change]
     log = out.with_suffix(".log")
+    own = {k: v for k, v in environment().items() if k != "MESHRL_REDIS_URL"}  # and Redis is, too
     with log.open("wb") as stream:
-        run = await asyncio.create_subprocess_exec(
-            *command, stdout=stream, stderr=stream, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
+        run = await asyncio.create_subprocess_exec(*command, stdout=stream, stderr=stream, env=own)
     try:
         settings = out / "mesh" / "settings.json"
         async with asyncio.timeout(START_S):

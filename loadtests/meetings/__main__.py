@@ -8,11 +8,9 @@ Prints one JSON object: medians with their quartiles, and the median of the pair
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -24,6 +22,8 @@ import torch.distributed as dist
 
 from common.api.ranks import Meeting
 from common.weights.ways.meeting import listen, place_of
+from loadtests.measuring.entry import options
+from loadtests.measuring.rounds import quartiles, ratio
 from services.trainer.ranks.rank import join_group, leave_group
 
 WITHIN_S = 60.0
@@ -63,19 +63,17 @@ def figures(took: list[float], order: list[Turn], ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": ranks, "pairs": len(order) // 2}
     by = {arm: {p: t for (p, a), t in zip(order, took, strict=True) if a == arm} for arm in ARMS}
     for arm, times in by.items():
-        low, middle, high = statistics.quantiles([1000 * t for t in times.values()], n=4)
+        low, middle, high = quartiles([1000 * t for t in times.values()])
         found |= {
             f"{arm}_ms": round(middle, 1),
             f"{arm}_ms_quartiles": [round(low, 1), round(high, 1)],
         }
-    ratios = [by["store"][pair] / by["file"][pair] for pair in by["file"]]
-    return found | {"ratio_store": round(statistics.median(ratios), 3), "load": os.getloadavg()[0]}
+    ratio_store = ratio([*by["store"].values()], [*by["file"].values()])
+    return found | {"ratio_store": ratio_store, "load": os.getloadavg()[0]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=9)
+    parser = options(__doc__, ranks=2, pairs=9)
     chosen = parser.parse_args()
     order = turns(chosen.pairs)
     doors = {turn: listen("127.0.0.1", range(1)) for turn in order}

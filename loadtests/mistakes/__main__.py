@@ -11,7 +11,6 @@ started, `clear_within_20s` the share of the rest; `silent` and `destroyed` coun
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -19,16 +18,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+from loadtests.measuring.entry import options, report, tell
 from loadtests.mistakes.mistake import ALL
 from loadtests.mistakes.trying import Verdict, attempt
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="mistakes with this in their names")
-    parser.add_argument("--jobs", type=int, default=1, help="tried at a time")
-    parser.add_argument("--out", type=Path, help="a file for every verdict, as JSON lines")
-    parser.add_argument("--list", action="store_true", help="names them and ends")
+    parser = options(
+        __doc__,
+        only=("", "mistakes with this in their names"),
+        jobs=(1, "tried at a time"),
+        out=(Path, "a file for every verdict, as JSON lines"),
+        list=(False, "names them and ends"),
+    )
     given = parser.parse_args()
     chosen = [mistake for mistake in ALL if given.only in mistake.name]
     twice = [name for name, count in Counter(m.name for m in ALL).items() if count > 1]
@@ -40,11 +42,11 @@ def main() -> int:
         verdicts = []
         for verdict in pool.map(attempt, chosen):
             verdicts.append(verdict)
-            print(_told(verdict), file=sys.stderr, flush=True)
+            tell(_told(verdict))
             if given.out:
                 with given.out.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
-    print(json.dumps(_summary(verdicts)))
+    report(_summary(verdicts))
     return 0 if all(v.clear and not v.destroyed for v in verdicts) else 1
 
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from loadtests.measuring.commands import Command
 from loadtests.mistakes.job import Place
 from loadtests.mistakes.mistake import Mistake, NotPreparedError
 from loadtests.mistakes.preparing import prepared
 
 SILENT_S = 60.0  # what is not said by then is not said
 END_S = 60.0  # for the command to end by itself once it has said it
-STOP_S = 30.0  # for a clean stop after SIGINT
 STARTED = "starting a mesh"
 
 
@@ -47,37 +42,11 @@ class Verdict:
         return self.said_s is not None and self.said_s <= self.by_s and not self.faults
 
 
-class _Command:
-    """A command of the user's, and each line that it prints with its time."""
-
-    def __init__(self, place: Place, argv: tuple[str, ...], environ: dict[str, str]) -> None:
-        self.began = time.monotonic()
-        self.lines: list[tuple[float, str]] = []
-        self.program = subprocess.Popen(
-            [sys.executable, "-m", "meshrl", *argv],
-            cwd=place.root,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"} | environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.program.stdout is not None
-        for line in self.program.stdout:
-            self.lines.append((time.monotonic() - self.began, line))
-
-    @property
-    def text(self) -> str:
-        return "".join(line for _, line in self.lines)
+class _Trial(Command):
+    """A command whose words are looked for."""
 
     def said(self, patterns: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
-        """When the last of the expressions was first found (seconds), and those not found yet."""
+        """Return when the last expression was first found (seconds), and those not found yet."""
         latest, missing = 0.0, []
         for pattern in patterns:
             found = (at for at, line in self.lines if re.search(pattern, line, re.IGNORECASE))
@@ -87,22 +56,6 @@ class _Command:
             else:
                 latest = max(latest, first)
         return (None if missing else latest), tuple(missing)
-
-    def wait(self, seconds: float) -> int | None:
-        """The exit status, once all output is read; None when it still runs after `seconds`."""
-        try:
-            status = self.program.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        self._reader.join(END_S)
-        return status
-
-    def end(self) -> None:
-        """Ctrl-C, and SIGKILL where that does not help."""
-        for number in (signal.SIGINT, signal.SIGKILL):
-            if self.program.poll() is None:
-                os.killpg(self.program.pid, number)
-                self.wait(STOP_S)
 
 
 def attempt(mistake: Mistake) -> Verdict:
@@ -118,7 +71,7 @@ def attempt(mistake: Mistake) -> Verdict:
         try:
             with prepared(place, *mistake.prepare) if mistake.prepare else nullcontext():
                 before = place.contents()
-                command = _Command(place, mistake.argv, dict(mistake.environ))
+                command = _Trial(place.root, *mistake.argv, **mistake.environ)
                 try:
                     status = _watch(command, mistake)
                 finally:
@@ -129,7 +82,7 @@ def attempt(mistake: Mistake) -> Verdict:
             return Verdict(mistake.name, mistake.running, None, mistake.by_s, (), why, (), "")
 
 
-def _watch(command: _Command, mistake: Mistake) -> int | None:
+def _watch(command: _Trial, mistake: Mistake) -> int | None:
     """Until it has ended or cannot be expected to say more; the exit status, or None."""
     deadline = command.began + SILENT_S + mistake.own_s
     while time.monotonic() < deadline:
@@ -142,7 +95,7 @@ def _watch(command: _Command, mistake: Mistake) -> int | None:
 
 
 def _judge(
-    mistake: Mistake, place: Place, before: dict[str, str], command: _Command, status: int | None
+    mistake: Mistake, place: Place, before: dict[str, str], command: _Trial, status: int | None
 ) -> Verdict:
     said_s, missing = command.said(mistake.says)
     text = command.text

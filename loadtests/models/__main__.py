@@ -16,17 +16,11 @@ of the built-in engine its scores and what it says of the tokens that it samples
 
 from __future__ import annotations
 
-import argparse
-import json
-
+from loadtests.measuring.entry import options, report
 from loadtests.models.comparing import PATHS, run
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--configs", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, configs=150, seed=0)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS, help="of the engine")
     asked = parser.parse_args()
-    print(json.dumps(run(asked.configs, asked.seed, asked.paths)))
+    report(run(asked.configs, asked.seed, asked.paths))

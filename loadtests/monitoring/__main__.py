@@ -12,10 +12,8 @@ were no errors.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import shutil
 import sys
 import tempfile
@@ -23,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import flat, options, report, tell
 from loadtests.monitoring.files import alerts, dashboards, expressions, metrics
 from loadtests.monitoring.mesh import WatchedMesh, free_ports
 from loadtests.monitoring.scenes import SCENES, Scene
@@ -142,9 +140,11 @@ async def trial(folder: Path, only: set[str]) -> dict[str, Any]:
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(prog="python -m loadtests.monitoring")
-    parser.add_argument("--only", default="", help="alerts, with commas")
-    parser.add_argument("--keep", action="store_true", help="leave the files, and say where")
+    parser = options(
+        __doc__,
+        only=("", "alerts, with commas"),
+        keep=(False, "leave the files, and say where"),
+    )
     asked = parser.parse_args()
     if shutil.which("prometheus") is None:
         parser.error("there is no `prometheus` on the path: apt-get install prometheus")
@@ -156,13 +156,13 @@ def main() -> int:
             _say(f"files are in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(told))
+    report(told)
     wrong = ("not_fired", "not_cleared", "errors", "unasked", "missing")
     return int(any(told[key] for key in wrong))
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    tell(text)
 
 
 if __name__ == "__main__":

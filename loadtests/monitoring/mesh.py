@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
@@ -17,11 +16,11 @@ import psutil
 from common.base.errors import MeshError
 from common.state import registry
 from common.state.redis.client import State
+from loadtests.measuring.commands import COMMAND_S, meshrl
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-COMMAND_S = 180.0
 PORTS = 40  # of a host: a head with a few jobs takes thirty
 HUNT_S = 0.3  # between two looks for a process that has been started again
 VOLUME = "256m"  # of the host that joins: it holds logs and chunks of weights
@@ -116,18 +115,8 @@ class WatchedMesh:
                     return await self.meshrl("delete", *words)
 
     async def meshrl(self, *words: str) -> None:
-        """A command; RuntimeError with what it said when it fails."""
-        home = {"MESHRL_HOME": str(self._folder / "home"), "OMP_NUM_THREADS": "1"}
-        command = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "meshrl", *words),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | home,
-        )
-        async with asyncio.timeout(COMMAND_S):
-            said, _ = await command.communicate()
-        if command.returncode:
-            raise RuntimeError(f"meshrl {' '.join(words)}: {said.decode()}")
+        """Run a command; RuntimeError with what it said when it fails."""
+        await meshrl(*words, MESHRL_HOME=str(self._folder / "home"))
 
     async def pids(self, kinds: Iterable[str]) -> dict[str, int]:
         """Of the processes of these kinds that live by their leases, by name."""

@@ -14,60 +14,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 import uvloop
 
-from common.api.engine import Attach, CacheMove, CacheMoved, Engine, Sampling, Submit
+from common.api.engine import Attach, CacheMove, CacheMoved, Engine
 from common.generation.builtin.build import build
 from common.mesh.runtime.mesh import Mesh
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
+from loadtests.measuring.entry import options, report
+from loadtests.measuring.models import drawn, shape, submission
+from loadtests.measuring.models import serve as serving
+from loadtests.measuring.processes import served
+from loadtests.measuring.rounds import rotated
 from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
 from services.engine.kv import moves as cache_moves
-from services.engine.running import ThreadDriver
-from services.engine.service import EngineService
 
 SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/job/0"
 SLOTS, LENGTH = 4, 8448
 ATTACH_S = 30.0
 PING_S = 0.002  # between two pings
-MODEL = ModelConfig(
-    architecture="qwen3",
-    vocab_size=512,
-    hidden_size=256,
-    layers=16,
-    heads=8,
-    kv_heads=8,
-    head_dim=64,
-    ffn_size=512,
-    qk_norm=True,
-    max_positions=LENGTH,
-)
+MODEL = shape(256, 16, 512, 512, (8, 8), head_dim=64, max_positions=LENGTH)
 
 
 async def serve(name: str, source: list[str]) -> None:
-    torch.set_num_threads(1)
     mesh = unrenewed(name)
     cache_moves.AHEAD_BYTES = LENGTH * 65536  # what is moved before its turn lies there whole
     engine = build(MODEL, SLOTS, LENGTH, kv_tokens=LENGTH + 512)
-    model = Decoder(MODEL)
-    model.initialise(torch.Generator().manual_seed(0))
-    driver = ThreadDriver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine, driver.deliver)
-    driver.start(service)
-    await mesh.join(service)
+    service = await serving(mesh, engine)
     if source:
         await knows(mesh, SOURCE, *source)
-    await service.weights.swap(model.state_dict(), 0, "manifest")
+    await service.weights.swap(drawn(MODEL), 0, "manifest")
     print(mesh.transport.address, mesh.incarnation, engine.cache_bytes_per_token, flush=True)
     await asyncio.sleep(FOREVER_S)
 
@@ -92,20 +74,8 @@ class Shard:
         """A turn of one token; or none, for an empty context."""
         n = int(bool(context))
         self._turns += n
-        request = Submit(
-            owner=SHARD,
-            incarnation=self.mesh.incarnation,
-            ids=np.full(n, self._turns),
-            sessions=np.full(n, session),
-            lengths=np.full(n, len(context), np.int32),
-            tokens=np.array(context, np.int32),
-            begins=np.full(n, len(context), np.int32),
-            max_new=np.ones(n, np.int32),
-            temperature=np.ones(n, np.float32),
-            seeds=np.zeros(n, np.int64),
-            sampling=Sampling([], []),
-            ended=np.array(ended, np.int64),
-        )
+        sessions, prompts, ids = [session] * n, [context] * n, [self._turns] * n
+        request = submission(self.mesh, prompts, ids, 1, sessions=sessions, ended=ended)
         if n:
             self._over[self._turns] = asyncio.get_running_loop().create_future()
         await self.mesh.ref(name).call(Engine.submit, request)
@@ -141,8 +111,7 @@ async def measure(shard: Shard, counts: list[int], rounds: int) -> dict[str, Any
     session = 0
     for turn in range(rounds):
         for count in counts:
-            arms = ["both", "move", "compute"]
-            for arm in arms[turn % 3 :] + arms[: turn % 3]:
+            for arm in rotated(("both", "move", "compute"), turn):
                 session += 1
                 context = random.integers(0, MODEL.vocab_size, count).tolist()
                 if arm != "compute":
@@ -210,45 +179,39 @@ def _report(figures: dict[str, list[float]], counts: list[int]) -> dict[str, Any
     return found
 
 
-def start(name: str, *source: str) -> tuple[subprocess.Popen[str], list[str]]:
-    command = [sys.executable, "-m", "loadtests.moves", "--serve", name, "--source", *source]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().split()
+@contextmanager
+def started(name: str, *source: str) -> Iterator[list[str]]:
+    """Serve an engine; yield its address, its incarnation, and its bytes per token."""
+    with served("loadtests.moves", "--serve", name, "--source", *source) as (_, line):
+        yield line.split()
 
 
 async def compare(counts: list[int], rounds: int) -> dict[str, Any]:
-    source, told = start(SOURCE)
-    target, heard = start(TARGET, *told[:2])
-    mesh = unrenewed(SHARD)
-    mesh.start()
-    await knows(mesh, SOURCE, *told[:2])
-    await knows(mesh, TARGET, *heard[:2])
-    shard = Shard(mesh)
-    try:
-        for event in shard.attached.values():
-            await asyncio.wait_for(event.wait(), ATTACH_S)
-        figures = await measure(shard, counts, rounds)
-    finally:
-        shard.close()
-        await mesh.leave()
-        for process in (source, target):
-            process.kill()
-            process.wait()
+    with started(SOURCE) as told, started(TARGET, *told[:2]) as heard:
+        mesh = unrenewed(SHARD)
+        mesh.start()
+        await knows(mesh, SOURCE, *told[:2])
+        await knows(mesh, TARGET, *heard[:2])
+        shard = Shard(mesh)
+        try:
+            for event in shard.attached.values():
+                await asyncio.wait_for(event.wait(), ATTACH_S)
+            figures = await measure(shard, counts, rounds)
+        finally:
+            shard.close()
+            await mesh.leave()
     return figures | {"bytes_per_token": int(told[2]), "cores": os.cpu_count(), "rounds": rounds}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--serve", help=argparse.SUPPRESS)
-    options.add_argument("--source", nargs="*", default=[], help=argparse.SUPPRESS)
-    chosen = options.parse_args()
+    parser = options(__doc__, tokens=[2048, 8192], rounds=7)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--source", nargs="*", default=[], help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
     if chosen.serve:
         uvloop.run(serve(chosen.serve, chosen.source))
     else:
-        print(json.dumps(uvloop.run(compare(chosen.tokens, chosen.rounds))))
+        report(uvloop.run(compare(chosen.tokens, chosen.rounds)))
 
 
 if __name__ == "__main__":

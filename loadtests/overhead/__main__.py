@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,8 +21,9 @@ import torch
 from common.job.bundle.job_data import JobData
 from common.state import jobs
 from common.state.redis.client import State
+from loadtests.measuring.entry import options, report
 from loadtests.measuring.meter import Meter
-from loadtests.measuring.metered import all_events
+from loadtests.measuring.metered import all_events, started
 from loadtests.plain.loop import Job, run_plain, warmed_up
 from meshrl.job import bundle, jobfile
 from services.trainer.initial import warm_start
@@ -37,10 +34,8 @@ RUN_S = 900.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, steps=40, seed=0)
     parser.add_argument("job", type=Path, nargs="?", default=Path("examples/calculator.toml"))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="on both")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -50,7 +45,7 @@ def main() -> None:
         cache = Path(scratch) / "cache"
         mesh = asyncio.run(run_mesh(chosen, Path(scratch), cache, state))
         plain = run_plain(job, chosen.seed, chosen.steps, state)
-    print(json.dumps(compare(mesh, plain, chosen.steps)))
+    report(compare(mesh, plain, chosen.steps))
 
 
 def compare(mesh: dict[str, Any], plain: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -88,53 +83,25 @@ async def run_mesh(
         "evaluation.before": "false",
         "evaluation.after": "false",
     }
-    command = [sys.executable, "-m", "meshrl", "run", str(chosen.job)]
-    for key, value in changes.items():
-        command += ["--set", f"{key}={value}"]
-    command += [word for change in chosen.set for word in ("--set", change)]
-    log = scratch / "run.log"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with log.open("wb") as stream:
-        run = await asyncio.create_subprocess_exec(
-            *command, stdout=stream, stderr=stream, env=environment
-        )
-    meter = Meter(run.pid)
-    try:
+    words = [f"{key}={value}" for key, value in changes.items()]
+    async with started(chosen.job, out, *words, *chosen.set) as (store, meter):
         async with asyncio.timeout(RUN_S):
-            return await measure(out, meter, run)
-    except BaseException:
-        print(log.read_text()[-4000:], file=sys.stderr)
-        raise
-    finally:
-        if run.returncode is None:
-            run.send_signal(signal.SIGINT)
-        async with asyncio.timeout(60.0):
-            await run.wait()
+            return await measure(store, out, meter)
 
 
-async def measure(out: Path, meter: Meter, run: asyncio.subprocess.Process) -> dict[str, Any]:
-    """Reads the meter at the first admission and at the last commit."""
-    settings = out / "mesh" / "settings.json"
-    async with asyncio.timeout(60.0):
-        while not settings.exists():
-            await asyncio.sleep(LOOK_S)
-    state = await State.open(json.loads(settings.read_text())["redis_url"], connect_s=20.0)
-    try:
-        first = None
-        while True:
-            meter.look()
-            row = next(iter(await jobs.jobs(state)), None)
-            if row is not None and row.opened and first is None:
-                first = meter.reading(roles=False)
-            if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.ENDED):
-                break
-            if run.returncode is not None:
-                raise RuntimeError(f"the run ended with {run.returncode}")
-            await asyncio.sleep(LOOK_S)
-        last = meter.reading(roles=True)
-        found = await all_events(state, out)
-    finally:
-        await state.close()
+async def measure(state: State, out: Path, meter: Meter) -> dict[str, Any]:
+    """Read the meter at the first admission and at the last commit."""
+    first: dict[str, float] | None = None
+    while True:
+        meter.look()
+        row = next(iter(await jobs.jobs(state)), None)
+        if row is not None and row.opened and first is None:
+            first = meter.reading(roles=False)
+        if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.ENDED):
+            break
+        await asyncio.sleep(LOOK_S)
+    last = meter.reading(roles=True)
+    found = await all_events(state, out)
     opened = next(e.ms for e in found if e.kind == "opened")
     steps = [e for e in found if e.kind == "step"]
     before = first or {}

@@ -39,62 +39,7 @@ class Graded:
     def close(self):
         return None
 '''
-JOB = """name = "paced"
-seed = {seed}
-cache = ""
-
-[mesh]
-workers = {workers}
-
-[model]
-tokenizer = "tokenizer.json"
-
-[model.config]
-model_type = "llama"
-architectures = ["LlamaForCausalLM"]
-vocab_size = 64
-hidden_size = 96
-intermediate_size = 256
-num_hidden_layers = 3
-num_attention_heads = 3
-num_key_value_heads = 1
-head_dim = 32
-max_position_embeddings = 512
-rms_norm_eps = 1e-6
-tie_word_embeddings = true
-
-[dataset]
-train = "train.jsonl"
-held_out = "held_out.jsonl"
-
-[environment]
-use = "graded:Graded"
-threads = {threads}
-
-[rollout]
-slots = {slots}
-max_tokens = {max_tokens}
-pace = "{decode}"
-lengths = {lengths}
-
-[algorithm]
-group_size = {group_size}
-groups_per_step = {groups_per_step}
-filter_zero_variance = {filters}
-
-[training]
-bin_tokens = {bin_tokens}
-pace = "{training}"
-checkpoint_every = {checkpoint_every}
-
-[evaluation]
-every = 0
-before = false
-after = false
-
-[budget]
-steps = {steps}
-"""
+JOB = Path(__file__).with_name("paced.toml.template")
 
 
 def write(folder: Path, job: PacedWorkload, seed: int, most: int) -> Path:
@@ -109,7 +54,7 @@ def write(folder: Path, job: PacedWorkload, seed: int, most: int) -> Path:
     (folder / "held_out.jsonl").write_text("\n".join(rows))
     path = folder / "job.toml"
     path.write_text(
-        JOB.format(
+        JOB.read_text().format(
             seed=seed,
             workers=job.workers,
             threads=AHEAD * job.groups_per_step * job.group_size,

@@ -24,25 +24,25 @@ attention without a mask, logits only where a loss is.
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import torch
 
+from loadtests.measuring.entry import options, report
 from loadtests.packing.comparing import SEQUENCES, TRAINED, passes, plans
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sequences", type=int, default=SEQUENCES, help="that are planned")
-    parser.add_argument("--trained", type=int, default=TRAINED, help="sequences of the passes")
+    parser = options(
+        __doc__,
+        rounds=9,
+        seed=0,
+        sequences=(SEQUENCES, "that are planned"),
+        trained=(TRAINED, "sequences of the passes"),
+    )
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     found = plans(chosen.seed, chosen.sequences)
     found |= passes(chosen.rounds, chosen.seed, chosen.trained)
-    print(json.dumps(found))
+    report(found)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from kernels.cost import BinCost
 from kernels.packing import Round, RoundPacker, makespan, pack_rounds
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import flat
 from loadtests.packing.peers import PEERS
 from services.trainer.bins.packing import Bin, Sequence, make_bins
 from services.trainer.models.forward import forward, fuse

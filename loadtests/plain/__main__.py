@@ -8,23 +8,24 @@ together, generate all, then train, no queue, no store, no second process.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from loadtests.measuring.entry import options, report
 from loadtests.plain.loop import Job, accuracy, run_plain, warmed_up
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(
+        __doc__,
+        seed=0,
+        steps=40,
+        problems=(int, "held-out ones that are tried; none: all"),
+    )
     parser.add_argument("job", type=Path, nargs="?", default=Path("examples/calculator.toml"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--problems", type=int, help="held-out ones that are tried; none: all")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -39,7 +40,7 @@ def main() -> None:
         model.load_state_dict(state)
         found[f"{when}_sampled"] = accuracy(job, model, greedy=False)
         found[f"{when}_greedy"] = accuracy(job, model, greedy=True)
-    print(json.dumps(found))
+    report(found)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ the corrected ones, by the latter, `released_layouts_differ` the share of cases 
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
@@ -29,6 +27,7 @@ from collections.abc import Sequence
 from common.hardware.profiles import declared
 from loadtests.layouts import brute, released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, small
+from loadtests.measuring.entry import options, report
 from services.planner.costs.rollout import EngineGang
 from services.planner.costs.training import TrainingWork
 from services.planner.layouts.allocation import NO_TRAINING, LayoutPlan, allocate
@@ -162,16 +161,11 @@ def grouping(rng: random.Random, cases: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=80)
-    parser.add_argument("--peers", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = options(__doc__, cases=80, peers=12, seed=0)
     a = parser.parse_args()
     rng = random.Random(a.seed)
     found = times(rng) | peers(rng, a.peers) | grouping(rng, a.peers) | optimality(a.cases)
-    print(json.dumps({name: round(figure, 4) for name, figure in found.items()}))
+    report({name: round(figure, 4) for name, figure in found.items()})
 
 
 if __name__ == "__main__":

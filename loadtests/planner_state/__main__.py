@@ -23,7 +23,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -49,7 +48,8 @@ from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Doing, Report, Resident, Role, Tier, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
 from common.state.redis.client import State
-from common.state.redis.embedded import command
+from loadtests.measuring.entry import options
+from loadtests.measuring.meshed import redis as served
 from services.node.job_services import LOOK_S as AGENT_LOOK_S
 from services.node.worker import LOOK_S
 from services.planner.planner import Planner
@@ -58,7 +58,6 @@ from sim.network import MemoryNetwork, MemoryTransport
 LEASE_MS = 3_600_000
 WORKERS_OF_HOST = 8
 SETTLE_S = 8.0
-START_S = 20.0
 # Makes all leases as short as those of processes are: to fill the pool takes longer than that.
 RENEW = """
 local time = redis.call('TIME')
@@ -119,27 +118,18 @@ class Renewing(Counted):
 @contextlib.asynccontextmanager
 async def on_redis() -> AsyncIterator[tuple[State, Asking, Renewing]]:
     """A State on a Redis of its own that ends with it, and what counts its commands."""
-    with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
-        server = command(Path(scratch))
-        process = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch, served(Path(scratch)) as url:
         common: dict[str, Any] = {"decode_responses": True, "protocol": 2}
-        few = redis.asyncio.BlockingConnectionPool.from_url(
-            server.url, max_connections=16, **common
-        )
-        many = redis.ConnectionPool.from_url(server.url, max_connections=2000, **common)
+        few = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=16, **common)
+        many = redis.ConnectionPool.from_url(url, max_connections=2000, **common)
         asking = Asking(redis.asyncio.Redis.from_pool(few))
         renewing = Renewing(redis.Redis.from_pool(many))
-        state = State(server.url, asking, renewing)
+        state = State(url, asking, renewing)
         try:
-            async with asyncio.timeout(START_S):
-                while not (Path(scratch) / "redis.sock").exists():
-                    await asyncio.sleep(0.02)
             await state.command("PING")
             yield state, asking, renewing
         finally:
             await state.close()
-            process.kill()
-            process.wait()
 
 
 # -- one look and one write ----------------------------------------------------------------------
@@ -370,14 +360,16 @@ async def measured(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gangs", type=int, default=1024)
-    parser.add_argument("--jobs", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--workers", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path)
+    parser = options(
+        __doc__,
+        gangs=1024,
+        jobs=64,
+        repeats=21,
+        workers=[64, 256],
+        seconds=20.0,
+        rounds=2,
+        out=Path,
+    )
     a = parser.parse_args()
     result = asyncio.run(measured(a))
     text = json.dumps(result)

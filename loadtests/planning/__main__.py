@@ -11,7 +11,6 @@ and jobs. Each is a median of `--repeats`, in CPU-milliseconds.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -24,6 +23,7 @@ from common.state.pool.demand.needs import Need, PlannedJob
 from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove
 from common.state.pool.placing.snapshot import PoolHost, Snapshot
 from common.state.pool.workers.rows import Doing, Gang, Report, WorkerRow
+from loadtests.measuring.entry import options, report
 from services.planner.decide import decide
 from services.planner.memory import PlannerMemory
 
@@ -135,18 +135,13 @@ def measured(workers: int, jobs: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS))
-    parser.add_argument("--jobs", type=int, nargs="+", default=list(JOBS))
+    parser = options(__doc__, repeats=9, workers=[*WORKERS], jobs=[*JOBS])
     a = parser.parse_args()
     found: dict[str, float] = {}
     for workers in a.workers:
         for jobs in a.jobs:
             found |= measured(workers, jobs, a.repeats)
-    print(json.dumps(found | {"repeats": a.repeats}))
+    report(found | {"repeats": a.repeats})
 
 
 if __name__ == "__main__":

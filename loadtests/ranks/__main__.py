@@ -20,7 +20,6 @@ tensors takes that many bytes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -43,6 +42,7 @@ from common.model.tokens.tokenizer import character_tokenizer
 from common.state.pool.workers.seat import Seat
 from common.weights.layout.laying import Laying, slices
 from common.weights.layout.laying import laying as how
+from loadtests.measuring.entry import options, report
 from services.trainer.gang.running import make_rank
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.saving import write
@@ -196,14 +196,13 @@ def measure(ranks: int, shape: dict[str, object], directory: Path) -> dict[str, 
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--ranks", type=int, default=4)
+    parser = options(__doc__, ranks=4)
     for option, key in SIZES.items():
-        options.add_argument(f"--{option}", type=int, default=MODEL[key], dest=key)
-    a = options.parse_args()
+        parser.add_argument(f"--{option}", type=int, default=MODEL[key], dest=key)
+    a = parser.parse_args()
     shape = MODEL | {key: getattr(a, key) for key in SIZES.values()}
     with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(measure(a.ranks, shape, Path(directory))))
+        report(measure(a.ranks, shape, Path(directory)))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from typing import Any
 
+from loadtests.measuring.entry import options, report
 from loadtests.regret import demo, figures, real, virtual
 
 DEMO = 1.02  # most of demo_time_ratio
@@ -29,13 +29,15 @@ FAR_DEFAULTS, MOVES = 10, 15  # of thirty jobs: with fewer there was nothing to 
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m loadtests.regret", description=__doc__)
-    found.add_argument("--arms", default="demo,virtual,real")
-    found.add_argument("--demo-seeds", default="3,4,5")
+    found = options(
+        __doc__,
+        arms="demo,virtual,real",
+        demo_seeds="3,4,5",
+        processes=(2, "that run virtual jobs"),
+        steps=(0, "of each job but the demo; 0: its own"),
+        jobs=(",".join(real.JOBS), "of the real mesh"),
+    )
     found.add_argument("--seeds", default="0:30", metavar="A:B", help="of the virtual jobs")
-    found.add_argument("--processes", type=int, default=2, help="that run virtual jobs")
-    found.add_argument("--steps", type=int, default=0, help="of each job but the demo; 0: its own")
-    found.add_argument("--jobs", default=",".join(real.JOBS), help="of the real mesh")
     found.add_argument("-v", "--verbose", action="store_true", help="tells of every virtual run")
     return found
 
@@ -56,7 +58,7 @@ def main() -> int:
     if "real" in arms:
         answer |= asyncio.run(real.compared(a.jobs.split(","), 0, a.steps))
         reached &= bool(answer["real_valid"]) and figures.good(answer, "real_")
-    print(json.dumps(answer))
+    report(answer)
     return 0 if reached else 1
 
 

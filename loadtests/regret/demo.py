@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +12,8 @@ from typing import Any
 from common.base.files import lines
 from common.state.events import Event
 from common.state.pool.store.explained import PLANNED
+from loadtests.measuring.commands import meshrl
+from loadtests.measuring.entry import tell
 from loadtests.measuring.host import HostMeter
 from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.mesh.paced import rl_s
@@ -41,7 +40,7 @@ async def compared(seeds: Sequence[int]) -> dict[str, Any]:
             moved = sum(e.kind == "move" and e.fields.get("rule") in PLANNED for e in events)
             moves += moved
             told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
-            print(json.dumps(told | meter.reading()), file=sys.stderr, flush=True)
+            tell(told | meter.reading())
     ratios = [ours / held for ours, held in zip(*found.values(), strict=True)]
     return {
         "demo_time_ratio": round(statistics.median(ratios), 4),
@@ -58,16 +57,7 @@ async def _ran(seed: int, moves: str) -> tuple[list[Event], dict[str, float]]:
     """What a run of the demo has recorded, and the CPU-seconds of its processes."""
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         out = Path(folder) / "run"
-        words = ["run", str(JOB), "--seed", str(seed), "--set", f"out={out}"]
-        run = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "meshrl", *words, "--set", f"planner.moves={moves}"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        async with asyncio.timeout(RUN_S):
-            said, _ = await run.communicate()
-        if run.returncode:
-            raise RuntimeError(f"the demo ends with {run.returncode}: {said.decode()[-4000:]}")
+        words = ("run", str(JOB), "--seed", str(seed), "--set", f"out={out}")
+        await meshrl(*words, "--set", f"planner.moves={moves}", within_s=RUN_S)
         cpu_s: dict[str, float] = json.loads((out / "summary.json").read_text())["cpu_s"]
         return [event_of(row) for row in lines.read(out / EVENTS).rows], cpu_s

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from loadtests.measuring.entry import tell
+from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, run
 from loadtests.regret.figures import Compared, figures
 from sim.drift import Drift
@@ -52,7 +52,7 @@ async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str,
         static = {split: arm.rl_s for split, arm in sorted(found.items())}
         moves, judged = len(planner.moves), planner.judged
         rows.append(Compared(name, static, planner.rl_s, moves, judged))
-        print(json.dumps(rows[-1].row()), file=sys.stderr, flush=True)
+        tell(rows[-1].row())
     wall_s = time.monotonic() - began
     told = honest(every) | {"wall_s": round(wall_s, 1)}
     told["valid"] = int(bool(told["valid"]) and wall_s <= WALL_S)
@@ -62,10 +62,9 @@ async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str,
 async def _arms(job: PacedWorkload, turn: int, seed: int) -> dict[int, Arm]:
     """All of one job's, by the gangs that help; -1: the planner's."""
     splits = [-1, *job.splits]
-    turn %= len(splits)
     found: dict[int, Arm] = {}
-    for split in splits[turn:] + splits[:turn]:
+    for split in rotated(splits, turn):
         name = "planner" if split < 0 else f"static_{split}"
         found[split] = await run(name, job if split < 0 else job.held(split), seed, MOST)
-        print(json.dumps(found[split].row()), file=sys.stderr, flush=True)
+        tell(found[split].row())
     return found

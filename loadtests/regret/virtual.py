@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from multiprocessing import get_context
 from typing import Any
 
+from loadtests.measuring.entry import tell
 from loadtests.regret import figures
 from loadtests.regret.drawn import STEPS, drawn
 from loadtests.regret.figures import Compared
@@ -52,7 +52,7 @@ def _compared(seed: int, runs: dict[int, PacedRun]) -> Compared:
 
 
 def _tell(seed: int, row: Compared, runs: dict[int, PacedRun], verbose: bool) -> None:
-    print(json.dumps(row.row()), file=sys.stderr, flush=True)
+    tell(row.row())
     if not verbose:
         return
     print(f"  {drawn(seed)}", file=sys.stderr)

@@ -14,12 +14,11 @@ trajectory is lost or trained twice.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
+from loadtests.measuring.entry import options, report
 from loadtests.replay.runs import (
     CHANGED_DEATHS,
     DEATHS,
@@ -32,9 +31,13 @@ from loadtests.replay.runs import (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(
+        __doc__,
+        steps=STEPS,
+        stopped_after=(STOPPED_AFTER, "steps"),
+        changed_deaths=[*CHANGED_DEATHS],
+    )
     parser.add_argument("job", type=Path, nargs="?", default=JOB)
-    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument(
         "--deaths",
         action="append",
@@ -42,8 +45,6 @@ def main() -> int:
         metavar="PHASE@STEP,...",
         help="of one run; given several times, of as many",
     )
-    parser.add_argument("--stopped-after", type=int, default=STOPPED_AFTER, help="steps")
-    parser.add_argument("--changed-deaths", nargs="+", default=CHANGED_DEATHS)
     a = parser.parse_args()
     job, every = a.job.resolve(), a.deaths or DEATHS
     with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
@@ -64,7 +65,7 @@ def main() -> int:
         "changed_deaths": changed["deaths"],
         "changed_bit_identical": int(changed["lineages"] == [0]),
     }
-    print(json.dumps(result))
+    report(result)
     good = result["bit_identical"] and not result["lost"] and not result["trained_twice"]
     good = good and result["changed_bit_identical"] and not changed["lost"]
     good = good and changed["deaths"] == sorted(a.changed_deaths)

@@ -17,11 +17,8 @@ equal the oracle's. `python -m loadtests.routing`
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,8 +31,9 @@ from common.api.engine import Sampling
 from common.mesh.runtime.mesh import Mesh, run
 from common.records.token_record import TokenRows
 from common.state import registry
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import flat, options, report
 from loadtests.measuring.meshed import meshed
+from loadtests.measuring.rounds import ratio, rotated
 from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.engine_link import SeenEngine
@@ -215,10 +213,11 @@ async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[st
     moved: dict[str, list[int]] = {name: [] for name in spans}
     caches: dict[str, list[dict[str, int]]] = {name: [] for name in spans}
     agreed: list[bool] = []
-    async with meshed("rollout/job/0") as (mesh, engines, _):
+    async with meshed("rollout/job/0") as (mesh, members):
         for name in ("engine/g0", "engine/g1"):
-            engines.start(name, "--slots", str(SEATS), "--pace", PACE)
-        await engines.ready(mesh)
+            words = ("--name", name, "--slots", str(SEATS), "--pace", PACE)
+            members.start(name, "loadtests.routing.engine", *words)
+        await members.ready(mesh, "engine")
         for number in range(rounds):
             rng = random.Random(seed + number)
             hard = [rng.random() < 0.25 for _ in range(prompts)]
@@ -231,30 +230,27 @@ async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[st
                 "mlfq": lambda: Mlfq(two, prompts, LengthTrees()),
                 "oracle": lambda plan=plan: Oracle(two, plan),  # type: ignore[misc]
             }
-            names = list(policies)
-            for name in names[number % 4 :] + names[: number % 4]:
+            for name in rotated([*policies], number):
                 seconds, router = await makespan(mesh, plan, policies[name]())
                 spans[name].append(seconds)
                 moved[name].append(router.moved)
                 caches[name].append(dict(router.caches))
             agreed += ours.agreed
-    found = report(spans, agreed, plan, rounds)
+    found = figures(spans, agreed, plan, rounds)
     changed = {name: sum(map(Counter, rows), Counter[str]()) for name, rows in caches.items()}
     return flat({**found, "balanced": moved, "changed_engine": changed})
 
 
-def report(
+def figures(
     spans: dict[str, list[float]], agreed: list[bool], plan: Sequence[Script], rounds: int
 ) -> dict[str, Any]:
-    def ratio(name: str) -> float:
-        pairs = zip(spans[name], spans["ours"], strict=True)
-        return round(statistics.median(other / ours for other, ours in pairs), 3)
-
     lengths = sorted(script.sampled for script in plan)
     return {
-        "makespan_ratio_fifo": ratio("fifo"),
-        "makespan_ratio_mlfq": ratio("mlfq"),
-        "makespan_ratio_oracle": ratio("oracle"),
+        **{
+            f"makespan_ratio_{name}": ratio(took, spans["ours"])
+            for name, took in spans.items()
+            if name != "ours"
+        },
         "oracle_agreement": round(sum(agreed) / len(agreed), 3),
         "decisions": len(agreed),
         "makespan_s": {name: [round(s, 2) for s in rows] for name, rows in spans.items()},
@@ -271,15 +267,17 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=PROMPTS)
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of each prompt")
+    parser = options(
+        __doc__,
+        rounds=3,
+        seed=0,
+        prompts=PROMPTS,
+        samples=(SAMPLES, "of each prompt"),
+    )
     a = parser.parse_args()
 
     async def measure() -> None:
-        print(json.dumps(await compare(a.rounds, a.seed, a.prompts, a.samples)))
+        report(await compare(a.rounds, a.seed, a.prompts, a.samples))
 
     run(measure)
 

@@ -1,12 +1,27 @@
-"""An actor that answers with what it gets."""
+"""An actor that answers with what it gets, and its process.
+
+    python -m loadtests.rpc.echo [CLIENT]
+
+CLIENT is the public key of the process that calls; without one anybody may. Prints the address and
+the incarnation.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvloop
 
 from common.api.calls.interface import Call, Interface
 from common.base.encoding.messages import Array, message
 from common.mesh.runtime.calls.actor import Actor, call
+from common.mesh.runtime.ref import Ref
+from common.mesh.transport.keys import ProcessKeys
+from loadtests.measuring.processes import served
+from loadtests.measuring.unrenewed import FOREVER_S, knows, own_keys, unrenewed
 
 BODY_BYTES = 100
 
@@ -52,3 +67,30 @@ class EchoActor(Actor):
 
 
 PING = Ping("load-test", 123_456, b"x" * (BODY_BYTES - 18))
+
+
+async def serve(client: str = "") -> None:
+    """Answer until the process is killed."""
+    mesh = unrenewed("echo", own_keys([client]) if client else None)
+    await mesh.join(EchoActor())
+    print(mesh.transport.address, mesh.incarnation, flush=True)
+    await asyncio.sleep(FOREVER_S)
+
+
+@asynccontextmanager
+async def reached(
+    keys: ProcessKeys | None = None,
+) -> AsyncIterator[tuple[int, Ref]]:
+    """Yield the pid of a process that answers, and how this one calls it."""
+    with served("loadtests.rpc.echo", *([keys.public] if keys else [])) as (pid, line):
+        mesh = unrenewed("load", keys)
+        mesh.start()
+        try:
+            await knows(mesh, "echo", *line.split())
+            yield pid, mesh.ref("echo")
+        finally:
+            await mesh.leave()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(*sys.argv[1:]))

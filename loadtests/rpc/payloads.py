@@ -1,30 +1,39 @@
 """Calls that carry 1 MiB and 64 MiB to another process, which answers with their size: ours, with
 everything on, beside `grpc.aio` and stock `zmq.asyncio`, which have no authentication.
 
-The peers' processes are `python -m loadtests.rpc.payloads grpc|zmq`; they print where they
-are, and whoever asks them does so by `GrpcClient` and `ZmqClient`.
+The peers' processes are `python -m loadtests.rpc.payloads grpc|size|echo`; they print where they
+are, and are asked by `GrpcClient` and `DealerClient`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from statistics import median
 
 import grpc
 import grpc.aio
+import msgpack
 import uvloop
 import zmq
 import zmq.asyncio
+
+from loadtests.measuring.processes import served
+from loadtests.measuring.rounds import ratio, ratios, spread
+from loadtests.rpc.calling import Measured
 
 SIZES = {"1mib": 1 << 20, "64mib": 64 << 20}
 IN_FLIGHT = {"1mib": 4, "64mib": 2}
 PEERS = ("grpc", "zmq")
 METHOD = "/load.Test/size"
 LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-Measured = tuple[float, float]  # calls a second, CPU-microseconds a call
-Way = Callable[[str], Awaitable[object]]  # one call of a size
+
+
+def peer(which: str) -> AbstractContextManager[tuple[int, str]]:
+    """Serve a peer until the end of the block; yield its pid and its address."""
+    return served("loadtests.rpc.payloads", which)
 
 
 def _as_it_is(content: bytes) -> bytes:
@@ -35,8 +44,13 @@ async def _size(request: bytes, context: object) -> bytes:
     return len(request).to_bytes(8, "little")
 
 
+def _repacked(body: memoryview) -> bytes:
+    packed: bytes = msgpack.packb(msgpack.unpackb(body))
+    return packed
+
+
 async def serve_grpc() -> None:
-    """Until it is killed."""
+    """Answer with sizes until the process is killed."""
     server = grpc.aio.server(options=LIMITS)
     handler = grpc.unary_unary_rpc_method_handler(_size, _as_it_is, _as_it_is)
     service = grpc.method_handlers_generic_handler("load.Test", {"size": handler})
@@ -47,92 +61,105 @@ async def serve_grpc() -> None:
     await server.wait_for_termination()
 
 
-async def serve_zmq() -> None:
-    """Until it is killed."""
+async def serve_zmq(answer: Callable[[memoryview], bytes]) -> None:
+    """Answer by a function until the process is killed."""
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.bind("tcp://127.0.0.1:*")
         print(socket.getsockopt_string(zmq.LAST_ENDPOINT), flush=True)
         while True:
             peer, call_id, body = await socket.recv_multipart(copy=False)
-            size = len(body.buffer).to_bytes(8, "little")
-            await socket.send_multipart([peer.bytes, call_id.bytes, size])
+            await socket.send_multipart([peer.bytes, call_id.bytes, answer(body.buffer)])
 
 
 class GrpcClient:
-    """Asks `serve_grpc`."""
+    """Client of `serve_grpc`."""
 
-    def __init__(self, address: str, payloads: Mapping[str, bytes]) -> None:
+    def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=LIMITS)
         self._call = self._channel.unary_unary(METHOD, _as_it_is, _as_it_is)
-        self._payloads = payloads
 
-    async def call(self, size: str) -> None:
-        """Once; AssertionError when the answer is wrong."""
-        answer = await self._call(self._payloads[size])
-        assert int.from_bytes(answer, "little") == SIZES[size]
+    async def __aenter__(self) -> GrpcClient:
+        return self
 
-    async def close(self) -> None:
-        """The end of its connection."""
+    async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
+    async def size(self, content: bytes) -> None:
+        """Send bytes once; AssertionError when the answer is wrong."""
+        assert int.from_bytes(await self._call(content), "little") == len(content)
 
-class ZmqClient:
-    """Asks `serve_zmq`: a DEALER, a receiving task, a table of futures."""
 
-    def __init__(self, address: str, payloads: Mapping[str, bytes]) -> None:
+class DealerClient:
+    """What one writes with zmq.asyncio: a DEALER, a receiving task, a table of futures."""
+
+    def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(address)
         self._calls: dict[bytes, asyncio.Future[bytes]] = {}
         self._last_id = 0
-        self._payloads = payloads
+
+    async def __aenter__(self) -> DealerClient:
         self._receiver = asyncio.create_task(self._receive())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._receiver.cancel()
+        self._context.destroy(0)
 
     async def _receive(self) -> None:
         while True:
             call_id, answer = await self._socket.recv_multipart()
             self._calls.pop(call_id).set_result(answer)
 
-    async def call(self, size: str) -> None:
-        """Once; AssertionError when the answer is wrong."""
+    async def ask(self, body: bytes, copy: bool = True) -> bytes:
+        """Return the answer to a call."""
         self._last_id += 1
         call_id = self._last_id.to_bytes(8, "little")
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        await self._socket.send_multipart([call_id, self._payloads[size]], copy=False)
-        assert int.from_bytes(await future, "little") == SIZES[size]
+        await self._socket.send_multipart([call_id, body], copy=copy)
+        answer: bytes = await future
+        return answer
 
-    async def close(self) -> None:
-        """The end of its connection."""
-        self._receiver.cancel()
-        self._context.destroy(0)
+    async def size(self, content: bytes) -> None:
+        """Send bytes once; AssertionError when the answer is wrong."""
+        assert int.from_bytes(await self.ask(content, copy=False), "little") == len(content)
 
 
-def figures(found: Mapping[tuple[str, str], list[Measured]]) -> dict[str, float]:
-    """By (way, size), of rounds: `*_mb_per_s`, `*_cpu_s_per_gb`, and ours over each peer's, pair by
-    pair: `ratio_*` of bytes per CPU-second with quartiles, `ratio_*_rate` of bytes per second.
+def figures(found: Mapping[tuple[str, str], Sequence[Measured]]) -> dict[str, float]:
+    """Return `*_mb_per_s`, `*_cpu_s_per_gb`, and ours over each peer's, pair by pair.
+
+    `ratio_*` is of bytes per CPU-second, with quartiles, `ratio_*_rate` of bytes per second.
+
+    Args:
+        found: Rounds by way and size.
     """
     told: dict[str, float] = {}
-    for (way, size), rows in found.items():
+    rates = {arm: [row.calls_per_s for row in rows] for arm, rows in found.items()}
+    costs = {arm: [row.cpu_us for row in rows] for arm, rows in found.items()}
+    for way, size in found:
         name = f"{way}_{size}" if way else size
-        rate, cost = (statistics.median(row[i] for row in rows) for i in range(2))
-        told[f"{name}_mb_per_s"] = round(rate * SIZES[size] / 1e6)
-        told[f"{name}_cpu_s_per_gb"] = round(cost * 1e-6 / (SIZES[size] / 1e9), 3)
+        told[f"{name}_mb_per_s"] = round(median(rates[way, size]) * SIZES[size] / 1e6)
+        told[f"{name}_cpu_s_per_gb"] = round(median(costs[way, size]) * 1e3 / SIZES[size], 3)
     for size in SIZES:
         for ours, mark in (("", ""), ("open", "open_")):
-            for peer in PEERS:
-                told |= _ratio(f"{mark}ratio_{peer}_{size}", found[ours, size], found[peer, size])
+            for other in PEERS:
+                name, mine, its = f"{mark}ratio_{other}_{size}", (ours, size), (other, size)
+                told |= spread(name, ratios(costs[its], costs[mine]), 3)
+                told[f"{name}_rate"] = ratio(rates[mine], rates[its])
     return told
 
 
-def _ratio(name: str, ours: list[Measured], theirs: list[Measured]) -> dict[str, float]:
-    costs = [their[1] / mine[1] for mine, their in zip(ours, theirs, strict=True)]
-    rates = [mine[0] / their[0] for mine, their in zip(ours, theirs, strict=True)]
-    found = {name: statistics.median(costs), f"{name}_rate": statistics.median(rates)}
-    if len(costs) > 1:
-        low, _, high = statistics.quantiles(costs, n=4, method="inclusive")
-        found |= {f"{name}_low": low, f"{name}_high": high}
-    return {key: round(value, 3) for key, value in found.items()}
+SERVERS: dict[str, Callable[[], Awaitable[None]]] = {
+    "grpc": serve_grpc,
+    "size": lambda: serve_zmq(lambda body: len(body).to_bytes(8, "little")),
+    "echo": lambda: serve_zmq(_repacked),
+}
+
+
+async def main(which: str) -> None:
+    await SERVERS[which]()
 
 
 if __name__ == "__main__":
-    uvloop.run({"grpc": serve_grpc, "zmq": serve_zmq}[sys.argv[1]]())
+    uvloop.run(main(sys.argv[1]))

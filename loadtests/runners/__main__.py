@@ -7,7 +7,6 @@ Calls run one after the other, kinds take turns in each round, and all runs a pr
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -25,6 +24,7 @@ from common.api.sandbox import JailSettings
 from common.base.clock import SystemClock
 from common.job.isolation.runners import RUNSC
 from common.mesh.process.host import SystemHost
+from loadtests.measuring.entry import options, report
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
@@ -103,10 +103,8 @@ def escapes() -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = options(__doc__, rounds=ROUNDS, escapes=False)
     parser.add_argument("--runner", action="append", default=[], help="beside the stand-in")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--escapes", action="store_true")
     a = parser.parse_args()
     runners = a.runner or ([RUNSC] if shutil.which(RUNSC) else [])
     found: dict[str, object] = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
@@ -115,7 +113,7 @@ def main() -> None:
         found |= bare(max(3, a.rounds // 5))
     if a.escapes:
         found |= escapes()
-    print(json.dumps(found))
+    report(found)
 
 
 if __name__ == "__main__":

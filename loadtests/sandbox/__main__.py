@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -19,6 +18,8 @@ from collections.abc import Awaitable, Callable
 
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
+from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.rounds import percentile, ratio
 from loadtests.sandbox.sandboxed import Place, sandboxed
 from loadtests.sandbox_cpu import spinning
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
@@ -90,10 +91,6 @@ async def sustained(one: One, concurrency: int, seconds: float) -> tuple[float, 
     return len(latencies) / (time.perf_counter() - begun), latencies
 
 
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 async def measure(place: Place, concurrency: int, seconds: float, rounds: int) -> dict[str, float]:
     kinds: dict[str, tuple[One, float]] = {
         "fresh": (lambda: jailed(place), 1.0),
@@ -115,9 +112,8 @@ async def measure(place: Place, concurrency: int, seconds: float, rounds: int) -
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             found[f"{kind}_{name}_ms_{concurrency}"] = 1e3 * percentile(latencies[kind], share)
     for peer in [kind for kind in kinds if kind != "fresh"]:
-        pairs = zip(rates["fresh"], rates[peer], strict=True)
         name = peer.removesuffix("_bwrap")
-        found[f"ratio_{name}_{concurrency}"] = statistics.median(ours / its for ours, its in pairs)
+        found[f"ratio_{name}_{concurrency}"] = ratio(rates["fresh"], rates[peer])
     found[f"fresh_calls_{concurrency}"] = len(latencies["fresh"])
     return found
 
@@ -162,7 +158,7 @@ async def main(sizes: argparse.Namespace) -> dict[str, float]:
         found: dict[str, float] = {"pool_size": JAILS, "cores": os.cpu_count() or 1}
         for concurrency in sizes.concurrency:
             found |= await measure(place, concurrency, sizes.seconds, sizes.rounds)
-            print(json.dumps(found), file=sys.stderr, flush=True)
+            tell(found)
         found |= await spinning.measured(place, sizes)
         calls = sum(int(found[f"fresh_calls_{c}"]) for c in sizes.concurrency)
         while calls < sizes.leak_calls:
@@ -183,11 +179,13 @@ async def main(sizes: argparse.Namespace) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of ours, at each concurrency")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=CONCURRENCY)
-    parser.add_argument("--trusted", type=int, default=TRUSTED, help="calls of the calculator")
-    parser.add_argument("--leak-calls", type=int, default=LEAK_CALLS)
+    parser = options(
+        __doc__,
+        seconds=(60.0, "of ours, at each concurrency"),
+        rounds=ROUNDS,
+        concurrency=[*CONCURRENCY],
+        trusted=(TRUSTED, "calls of the calculator"),
+        leak_calls=LEAK_CALLS,
+    )
     spinning.add_sizes(parser)
-    print(json.dumps(asyncio.run(main(parser.parse_args()))))
+    report(asyncio.run(main(parser.parse_args())))

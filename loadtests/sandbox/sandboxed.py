@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-import secrets
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,19 +12,14 @@ from pathlib import Path
 import psutil
 
 from common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import SETTINGS_ENV
-from common.mesh.runtime.mesh import Mesh, MeshSettings
+from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.ref import Ref
-from common.state import registry
 from common.state.pool.workers.names import sandbox
-from common.state.redis.embedded import command
+from loadtests.measuring.meshed import START_S, meshed
 
 JOB = "load"  # that the sandbox serves
 NAME = sandbox(JOB, 0)
-START_S = 120.0
 CALL_S = 300.0
-ROOT = Path(__file__).parents[2]
 TOOLS = {
     "python": "python",
     "session": "python_session",
@@ -99,48 +89,7 @@ class Place:
 @contextlib.asynccontextmanager
 async def sandboxed(*options: str) -> AsyncIterator[Place]:
     """A sandbox as its own process; it ends with the block."""
-    with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch:
-        directory = Path(scratch)
-        server = command(directory / "redis")
-        redis = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL)
-        process: subprocess.Popen[bytes] | None = None
-        mesh: Mesh | None = None
-        try:
-            until = time.monotonic() + START_S
-            while not (directory / "redis" / "redis.sock").exists():
-                if time.monotonic() > until:
-                    raise RuntimeError("redis does not start")
-                await asyncio.sleep(0.02)
-            settings = MeshSettings(
-                redis_url=server.url,
-                run_root=scratch,
-                host="one",
-                secret=secrets.token_hex(SECRET_BYTES),
-            )
-            settings.to_file(directory / "settings.json")
-            environment = {SETTINGS_ENV: str(directory / "settings.json"), "PYTHONPATH": str(ROOT)}
-            with (directory / "sandbox.log").open("ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "services.sandbox", "--name", NAME, *options],
-                    env={**os.environ, **environment},
-                    stdout=log,
-                    stderr=log,
-                )
-            mesh = await Mesh.open("loadtest/0", "rollout", settings)
-            await mesh.join(None)
-            while not any(e.alive for e in await registry.entries(mesh.state, "sandbox")):
-                if process.poll() is not None or time.monotonic() > until:
-                    text = (directory / "sandbox.log").read_text()
-                    raise RuntimeError(f"the sandbox does not start: {text[-2000:]}")
-                await asyncio.sleep(0.05)
-            yield Place(mesh, mesh.ref(NAME), psutil.Process(process.pid), directory)
-        finally:
-            if mesh is not None:
-                await mesh.leave()
-            for child in (process, redis):
-                if child is not None:
-                    child.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(20)
-                    child.kill()
-                    child.wait()
+    async with meshed("loadtest/0", kind="rollout") as (mesh, members):
+        process = members.start(NAME, "services.sandbox", "--name", NAME, *options)
+        await members.ready(mesh, "sandbox")
+        yield Place(mesh, mesh.ref(NAME), psutil.Process(process.pid), members.directory)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 
+from loadtests.measuring.entry import options, report
 from loadtests.sandbox.sandboxed import sandboxed
 from loadtests.sandbox_cpu.spinning import WARM_S, add_sizes, latencies, measured
 
@@ -25,7 +25,6 @@ async def main(sizes: argparse.Namespace) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of honest calls")
+    parser = options(__doc__, seconds=(60.0, "of honest calls"))
     add_sizes(parser)
-    print(json.dumps(asyncio.run(main(parser.parse_args()))))
+    report(asyncio.run(main(parser.parse_args())))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
+from loadtests.measuring.rounds import percentile
 from loadtests.sandbox.sandboxed import Place
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
@@ -143,11 +144,11 @@ async def noisy(place: Place, sizes: argparse.Namespace) -> dict[str, float]:
         await noise
         alone += quiet
         beside += loud
-        ratios.append(_p99(loud) / _p99(quiet))
+        ratios.append(percentile(loud, 0.99) / percentile(quiet, 0.99))
     return {
         "noisy_ratio": statistics.median(ratios),
-        "noisy_p99_ms": 1e3 * _p99(beside),
-        "alone_p99_ms": 1e3 * _p99(alone),
+        "noisy_p99_ms": 1e3 * percentile(beside, 0.99),
+        "alone_p99_ms": 1e3 * percentile(alone, 0.99),
         "noisy_p50_ratio": statistics.median(beside) / statistics.median(alone),
     }
 
@@ -173,10 +174,6 @@ async def latencies(place: Place, seconds: float) -> list[float]:
 
     await asyncio.gather(*(caller() for _ in range(HONEST)))
     return took
-
-
-def _p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
 
 
 async def measured(place: Place, sizes: argparse.Namespace) -> dict[str, float]:

@@ -7,9 +7,7 @@ loadtests.sandbox_soak`
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -21,7 +19,9 @@ from typing import Any
 
 from common.api.sandbox import JailSettings, LoadJob, RewardBatch, RewardCall, RewardPart, Sandbox
 from common.base.errors import MeshError
-from loadtests.sandbox.sandboxed import CALL_S, JOB, START_S, TOOLS, Place, sandboxed
+from loadtests.measuring.entry import options, report
+from loadtests.measuring.meshed import START_S
+from loadtests.sandbox.sandboxed import CALL_S, JOB, TOOLS, Place, sandboxed
 from tests.unit.sandbox.escapes.corpus import FAMILIES
 from tests.unit.sandbox.escapes.program import Escape
 from tests.unit.sandbox.escapes.runner import says
@@ -141,7 +141,7 @@ class Soak:
     async def score(self) -> None:
         n, right = self.random.randrange(2, 100), self.random.random() < 0.5
         cases = [{"args": [x], "output": x * n} for x in range(4)]
-        row = {"answer": "", "tests": {"function": "f", "cases": cases}}
+        row = {"answer": "?", "tests": {"function": "f", "cases": cases}}
         # The wrong one is right of 0 only.
         source = f"def f(x):\n    return x * {n if right else n + 1}"
         await self._score("score", row, source, 1.0 if right else 0.25)
@@ -161,7 +161,7 @@ class Soak:
             return
         if drawn < FORGED:
             cases = [{"args": [x], "output": x + 7} for x in range(2)]
-            row = {"answer": "", "tests": {"function": "f", "cases": cases}}
+            row = {"answer": "?", "tests": {"function": "f", "cases": cases}}
             await self._score("forgery", row, self.random.choice(FORGERIES), 0.0)
             return
         source, ends = self.random.choice(list(PROGRAMS.items()))
@@ -224,9 +224,6 @@ async def main(seconds: float, seed: int, callers: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=480.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--callers", type=int, default=CALLERS)
+    parser = options(__doc__, seconds=480.0, seed=0, callers=CALLERS)
     a = parser.parse_args()
-    print(json.dumps(asyncio.run(main(a.seconds, a.seed, a.callers))))
+    report(asyncio.run(main(a.seconds, a.seed, a.callers)))

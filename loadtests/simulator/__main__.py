@@ -16,9 +16,7 @@ JSON; the exit status says whether every error is 0.15 at most.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +25,7 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
+from loadtests.measuring.entry import options, report, tell
 from loadtests.paced.running import honest
 from loadtests.paced.running import run as run_real
 from loadtests.regret.drawn import drawn
@@ -136,21 +135,19 @@ def summed(errors: Sequence[float]) -> dict[str, float]:
 
 
 def _tell(name: str, ours_s: float, theirs_s: float) -> None:
-    print(f"{name}: {ours_s:.3f} s, {theirs_s:.3f} s there", file=sys.stderr, flush=True)
+    tell(f"{name}: {ours_s:.3f} s, {theirs_s:.3f} s there")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m loadtests.simulator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = options(
+        __doc__,
+        arms="virtual,broad,real",
+        processes=2,
+        jobs=("trained,even", "of the real mesh"),
+        steps=(0, "of each job; 0: its own"),
+        gangs=(BROAD.workers, "of the broad job"),
     )
-    parser.add_argument("--arms", default="virtual,broad,real")
     parser.add_argument("--seeds", default="0:8", metavar="A:B")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--jobs", default="trained,even", help="of the real mesh")
-    parser.add_argument("--steps", type=int, default=0, help="of each job; 0: its own")
-    parser.add_argument("--gangs", type=int, default=BROAD.workers, help="of the broad job")
     a = parser.parse_args()
     first, _, last = a.seeds.partition(":")
     told: dict[str, Any] = {}
@@ -164,7 +161,7 @@ def main() -> int:
     if "real" in arms:
         found = asyncio.run(real(a.jobs.split(","), a.steps))
         told |= {f"real_{key}": value for key, value in found.items()}
-    print(json.dumps(told))
+    report(told)
     errors = [value for key, value in told.items() if key.endswith("step_time_error")]
     return 0 if max(errors) <= ERROR and told.get("real_valid", 1) else 1
 

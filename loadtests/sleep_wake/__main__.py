@@ -20,9 +20,7 @@ as `200M_disk_wake_s`; exit status 1 unless the manifests of all steps are equal
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import shlex
 import statistics
@@ -48,7 +46,10 @@ from common.mesh.residents.tiers import Keep, Take, Tiers
 from common.model.architecture.config import ModelConfig
 from common.model.network.decoder import Decoder
 from common.state.pool.workers.rows import Tier
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import options, report
+from loadtests.measuring.models import shape
+from loadtests.measuring.processes import drop_caches
+from loadtests.measuring.rounds import turns
 from loadtests.measuring.unrenewed import knows, unrenewed
 from loadtests.replay import runs as replay
 from services.node.residents.segments import KeepsSegments, Segments
@@ -60,30 +61,9 @@ WORKER = "worker/w0"
 CPU = ".cpu"  # behind an arm's name: its CPU-seconds
 DD_BYTES = 1 << 20  # of its blocks
 DEATHS = ("memory@3", "absent@5", "disk@6")
-SMALL = ModelConfig(
-    architecture="llama",
-    vocab_size=64,
-    hidden_size=96,
-    layers=3,
-    heads=4,
-    kv_heads=4,
-    head_dim=24,
-    ffn_size=224,
-    tie_embeddings=True,
-    max_positions=512,
-)
-LARGE = ModelConfig(
-    architecture="llama",
-    vocab_size=32000,
-    hidden_size=1024,
-    layers=13,
-    heads=16,
-    kv_heads=16,
-    head_dim=64,
-    ffn_size=2816,
-    tie_embeddings=True,
-    max_positions=512,
-)
+LLAMA: dict[str, Any] = {"architecture": "llama", "tie_embeddings": True, "max_positions": 512}
+SMALL = shape(96, 3, 224, 64, (4, 4), **LLAMA)
+LARGE = shape(1024, 13, 2816, 32000, (16, 16), **LLAMA)
 
 
 class SegmentCalls(Interface):
@@ -168,16 +148,6 @@ def noted(took: dict[str, list[float]], name: str) -> Iterator[None]:
     took.setdefault(f"{name}{CPU}", []).append(time.process_time() - used)
 
 
-def drop_caches() -> bool:
-    """Whether the page cache could be dropped; what is not on the disk yet goes there first."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        return False
-    return True
-
-
 def dd(*words: str) -> None:
     """Runs it."""
     subprocess.run(["dd", f"bs={DD_BYTES}", *words], check=True, stderr=subprocess.DEVNULL)
@@ -247,9 +217,8 @@ async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[
         scratch.unlink()
 
     every: list[Callable[[], Awaitable[None]]] = [memory, memcpy, disk, disk_dump]
-    for number in range(rounds):
-        for arm in every[number % 4 :] + every[: number % 4]:
-            await arm()
+    for arm in turns(every, rounds):
+        await arm()
     told: dict[str, Any] = {
         name: summary(seconds, size) | {"cpu_s": round(statistics.median(took[name + CPU]), 5)}
         for name, seconds in took.items()
@@ -317,15 +286,17 @@ def run(job: Path, scratch: Path, steps: int, deaths: Sequence[str]) -> dict[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(
+        __doc__,
+        rounds=7,
+        large_rounds=3,
+        no_speed=False,
+        no_run=False,
+        steps=(replay.STEPS, "of the run"),
+        directory=(Path, "on the file system to measure"),
+    )
     parser.add_argument("job", type=Path, nargs="?", default=replay.JOB)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--large-rounds", type=int, default=3)
-    parser.add_argument("--no-speed", action="store_true")
-    parser.add_argument("--no-run", action="store_true")
-    parser.add_argument("--steps", type=int, default=replay.STEPS, help="of the run")
     parser.add_argument("--die", nargs="+", default=DEATHS, metavar="TIER@STEP", help="of the run")
-    parser.add_argument("--directory", type=Path, help="on the file system to measure")
     a = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"load": os.getloadavg()[0], "steal_s": -psutil.cpu_times().steal}
@@ -339,7 +310,7 @@ def main() -> int:
         if not a.no_run:
             result |= run(a.job.resolve(), Path(scratch), a.steps, a.die)
     result["steal_s"] = round(result["steal_s"] + psutil.cpu_times().steal, 1)
-    print(json.dumps(flat(result)))
+    report(result)
     good = a.no_run or (
         result["bit_identical"] and result["bit_identical_after_death"] and not result["lost"]
     )

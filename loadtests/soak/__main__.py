@@ -12,21 +12,22 @@ bytes per thousand steps.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import json
-import os
 import re
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from common.base.errors import MeshError
-from loadtests.measuring.flat import flat
+from common.state.redis.client import State
+from loadtests.measuring.entry import flat, options, report
+from loadtests.measuring.metered import started
 from loadtests.soak import growing
 from loadtests.soak.slopes import Samples, rise, second_half, share, slope
 
@@ -51,7 +52,6 @@ SETTINGS = {
 LOOK_S = 5.0
 LEAST_LOOKS = 8  # however short it is to take
 UP_S = 180.0
-END_S = 120.0
 FLAT = 0.02  # of its median, by which a process's memory may rise over the second half
 KEYS = 20  # keys of Redis that come and go with what is under way
 
@@ -66,38 +66,26 @@ class Soak:
         self.series: Series = {}
         self.steps: list[tuple[float, float]] = []
 
-    async def watch(self, launcher: asyncio.subprocess.Process, seconds: float) -> None:
-        """Samples every few seconds, from the first step on; RuntimeError when the run ends."""
-        await self._until_training(launcher)
+    async def watch(self, state: State, launcher: int, seconds: float) -> None:
+        """Sample every few seconds, from the first step on; RuntimeError when the run ends."""
+        until = time.monotonic() + UP_S
+        while growing.steps_done(self.run_dir) < 1:
+            if not psutil.pid_exists(launcher) or time.monotonic() > until:
+                raise RuntimeError("training did not begin")
+            await asyncio.sleep(0.5)
         begun = time.monotonic()
         every_s = min(LOOK_S, seconds / LEAST_LOOKS)
         while (at := time.monotonic() - begun) < seconds or len(self.steps) < LEAST_LOOKS:
-            if launcher.returncode is not None:
-                raise RuntimeError(f"the run ended with {launcher.returncode}")
-            await self._look(at, launcher.pid)
+            if not psutil.pid_exists(launcher):
+                raise RuntimeError("the run ended")
+            with contextlib.suppress(MeshError, TimeoutError):  # a sample that fails is one less
+                await self._sample(at, state, launcher)
             await asyncio.sleep(every_s)
 
-    async def _until_training(self, launcher: asyncio.subprocess.Process) -> None:
-        until = time.monotonic() + UP_S
-        while growing.steps_done(self.run_dir) < 1:
-            if launcher.returncode is not None or time.monotonic() > until:
-                raise RuntimeError("training did not begin")
-            await asyncio.sleep(0.5)
-
-    async def _look(self, at: float, launcher: int) -> None:
-        state = await growing.opened(self.run_dir)
-        if state is None:
-            return
-        try:
-            async with asyncio.timeout(60.0):
-                found = await growing.processes(state, launcher)
-                told = {
-                    f"redis {name}": value for name, value in (await growing.redis(state)).items()
-                }
-        except (MeshError, TimeoutError):
-            return
-        finally:
-            await state.close()
+    async def _sample(self, at: float, state: State, launcher: int) -> None:
+        async with asyncio.timeout(60.0):
+            found = await growing.processes(state, launcher)
+            told = {f"redis {name}": value for name, value in (await growing.redis(state)).items()}
         told |= {f"{who}: {what}": v for who, row in found.items() for what, v in row.items()}
         told |= {f"file {n}": v for n, v in growing.files(self.run_dir).items()}
         for name, value in told.items():
@@ -158,42 +146,25 @@ def key_of(name: str) -> str:
 
 
 async def soaked(out: Path, seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
-    """Runs the job for so long and judges it."""
-    run_dir = out / "run"
-    command = [sys.executable, "-m", "meshrl", "run", str(JOB), "--set", f"out={run_dir}"]
-    for key, value in settings.items():
-        command += ["--set", f"{key}={value}"]
-    environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
-    with (out / "said.log").open("wb") as said:
-        launcher = await asyncio.create_subprocess_exec(
-            *command, stdout=said, stderr=said, env=environment | {"OMP_NUM_THREADS": "1"}
-        )
-    soak = Soak(run_dir)
-    try:
-        await soak.watch(launcher, seconds)
-    except RuntimeError:
-        print((out / "said.log").read_text()[-4000:], file=sys.stderr)
-        raise
-    finally:
-        if launcher.returncode is None:
-            launcher.send_signal(signal.SIGINT)
-        async with asyncio.timeout(END_S):
-            await launcher.wait()
-        (out / "samples.json").write_text(json.dumps({"steps": soak.steps, "series": soak.series}))
+    """Run the job for so long and judge it."""
+    soak = Soak(out / "run")
+    words = [f"out={soak.run_dir}", *(f"{key}={value}" for key, value in settings.items())]
+    async with started(JOB, soak.run_dir, *words) as (state, meter):
+        await soak.watch(state, meter.launcher, seconds)
+    samples = {"steps": soak.steps, "series": soak.series}
+    (out / "samples.json").write_text(json.dumps(samples))
     return soak.judged()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--out", type=Path, help="keeps the run and all samples there")
+    parser = options(__doc__, minutes=30.0, out=(Path, "keeps the run and all samples there"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     a = parser.parse_args()
     settings = SETTINGS | dict(one.split("=", 1) for one in a.set)
     with tempfile.TemporaryDirectory(prefix="meshrl-soak-") as scratch:
         out = a.out or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        print(json.dumps(asyncio.run(soaked(out, 60 * a.minutes, settings))))
+        report(asyncio.run(soaked(out, 60 * a.minutes, settings)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-from common.base.errors import MeshError
 from common.state import registry
 from common.state.redis.client import State
 from loadtests.measuring.meter import kind_of
@@ -128,13 +127,3 @@ def steps_done(run_dir: Path) -> int:
         file.seek(max(0, path.stat().st_size - 65536))
         lines = file.read().split(b"\n")[:-1]
     return int(json.loads(lines[-1])["step"]) if lines else 0
-
-
-async def opened(run_dir: Path) -> State | None:
-    """The run's Redis; None while it does not answer."""
-    settings = run_dir / "mesh" / "settings.json"
-    try:
-        url = json.loads(settings.read_text())["redis_url"]
-        return await State.open(url, connect_s=2.0)
-    except (OSError, ValueError, MeshError):
-        return None

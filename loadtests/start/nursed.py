@@ -1,10 +1,9 @@
-"""A nursery for a load test, and what processes have used."""
+"""A nursery for a load test."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,12 +17,6 @@ from meshrl.launch.nursery import MeshNursery
 
 BUDGET = (5, 60.0)
 GRACE_S = 5.0
-OF_PROCESS = 2  # the kind of a CPU clock that counts all threads of a process
-
-
-def cpu_s(pid: int) -> float:
-    """CPU-seconds of all threads of a process so far, to the nanosecond."""
-    return time.clock_gettime((~pid << 3) | OF_PROCESS)
 
 
 @contextlib.contextmanager

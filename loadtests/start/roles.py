@@ -30,7 +30,8 @@ from common.state import jobs, registry
 from common.state.pool.workers.names import shard, worker_process
 from common.state.pool.workers.rows import Budget, Resident, Role, WorkerRow
 from loadtests.measuring.meshed import START_S, meshed
-from loadtests.start.nursed import cpu_s, nursery, starting
+from loadtests.measuring.processes import cpu_s
+from loadtests.start.nursed import nursery, starting
 from loadtests.trainer import digits
 from meshrl.job import bundle, jobfile
 from services.node.residents.budgets import Budgets
@@ -163,7 +164,8 @@ async def opened(folder: Path) -> AsyncIterator[tuple[Starts, str]]:
     def worker(mesh: Mesh) -> GangWorker:
         return GangWorker(mesh, WORKER, a_worker_of(mesh))
 
-    async with meshed(worker_process(WORKER.id), worker) as (mesh, _, directory):
+    async with meshed(worker_process(WORKER.id), worker) as (mesh, members):
+        directory = members.directory
         (directory / "mesh").mkdir()
         mesh.settings.to_file(directory / "mesh" / "settings.json")
         os.environ[SETTINGS_ENV] = str(directory / "mesh" / "settings.json")

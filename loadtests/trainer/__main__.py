@@ -8,12 +8,11 @@ Prints one flat JSON object, the figures of all parts that were named (default: 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from loadtests.measuring.entry import options, parts_of
 from loadtests.trainer import agreement, beside_trl, elastic
 
 Figures = dict[str, Any]
@@ -47,31 +46,21 @@ PARTS: dict[str, Part] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(
+        __doc__,
+        repeats=(3, "of each side, in turn"),
+        steps=(10, "that are measured in each"),
+        trl=(beside_trl.VENV, "TRL's environment"),
+        demo=(Path, "the run directory of a demo; none: runs it"),
+        demo_steps=48,
+        passes=(PASSES, "of `packing`, of each side"),
+        sequences=(int, "of `packing`; none: as many as there"),
+        trained=(int, "of `packing`; none: as many as there"),
+    )
     parser.add_argument("parts", nargs="*", default=[], help=f"of {', '.join(PARTS)}; none: all")
-    parser.add_argument("--repeats", type=int, default=3, help="of each side, in turn")
-    parser.add_argument("--steps", type=int, default=10, help="that are measured in each")
-    parser.add_argument("--trl", type=Path, default=beside_trl.VENV, help="TRL's environment")
-    parser.add_argument("--demo", type=Path, help="the run directory of a demo; none: runs it")
-    parser.add_argument("--demo-steps", type=int, default=48)
     parser.add_argument("--demo-set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--passes", type=int, default=PASSES, help="of `packing`, of each side")
-    parser.add_argument("--sequences", type=int, help="of `packing`; none: as many as there")
-    parser.add_argument("--trained", type=int, help="of `packing`; none: as many as there")
     chosen = parser.parse_args()
-    if unknown := set(chosen.parts) - PARTS.keys():
-        parser.error(f"no part is called {unknown.pop()}")
-    figures: Figures = {}
-    with tempfile.TemporaryDirectory(prefix="meshrl-trainer-") as scratch:
-        for name in chosen.parts or PARTS:
-            folder = Path(scratch) / name
-            folder.mkdir()
-            figures |= PARTS[name](folder, chosen)
-            print(json.dumps(rounded(figures)), flush=True)
-
-
-def rounded(figures: Figures) -> Figures:
-    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
+    parts_of(parser, chosen, PARTS)
 
 
 if __name__ == "__main__":

@@ -32,49 +32,7 @@ def share_of_digits(row, turns):
     return sum(c in "0123456789" for c in text) / len(text)
 '''
 
-JOB = """name = "digits"
-seed = {seed}
-out = "{out}"
-cache = ""
-
-[mesh]
-workers = {workers}
-
-[model]
-path = "model"
-
-[dataset]
-train = "rows.jsonl"
-
-[reward]
-use = "digits_reward:share_of_digits"
-
-[rollout]
-slots = {batch}
-max_tokens = {max_tokens}
-lengths = {lengths}
-
-[algorithm]
-group_size = {group}
-groups_per_step = {groups}
-max_staleness = {staleness}
-clip_high = 0.2
-filter_zero_variance = false
-
-[optimizer]
-muon_lr = 0.0
-adamw_lr = {learning_rate}
-warmup_steps = 0
-final_lr = 1.0
-
-[evaluation]
-every = 0
-before = false
-after = false
-
-[budget]
-steps = {steps}
-"""
+JOB = Path(__file__).with_name("digits.toml.template")
 
 
 @dataclass(frozen=True)
@@ -105,7 +63,7 @@ class Task:
         """Writes the job that trains the task with MeshRL."""
         path = self.folder / f"{out.name}.toml"
         path.write_text(
-            JOB.format(
+            JOB.read_text().format(
                 seed=seed,
                 out=out,
                 workers=workers,

@@ -23,7 +23,7 @@ from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Role
 from common.state.redis.client import State
 from loadtests.measuring.metered import LOOK_S, run_job, started, steps_of
-from loadtests.start.nursed import cpu_s
+from loadtests.measuring.processes import cpu_s
 from loadtests.trainer import digits
 from loadtests.trainer.digits import Task
 

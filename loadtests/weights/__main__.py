@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
 
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import arms_of, flat, report, tell
+from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.hosts import lacking
 from loadtests.weights.arms.adapters import adapters
 from loadtests.weights.arms.codec import codec
@@ -32,7 +32,7 @@ from loadtests.weights.arms.one_host import one_host
 from loadtests.weights.arms.pauses import first_token, pauses
 from loadtests.weights.arms.runs import changed, memory
 from loadtests.weights.bounds import missed
-from loadtests.weights.plan import MIB, Arm, Plan
+from loadtests.weights.plan import MIB, Plan
 
 RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
     "one_host": one_host,
@@ -56,7 +56,7 @@ async def measured(names: list[str], plan: Plan) -> Arm:
         began = time.monotonic()
         found = await RUNS[name](plan)
         found["took_s"] = round(time.monotonic() - began, 1)
-        print(json.dumps({"arm": name, **found}), file=sys.stderr, flush=True)
+        tell({"arm": name, **found})
         answer["valid"] = min(answer["valid"], found.get("valid", 1))
         about = {f"{name}_{key}": found.pop(key) for key in ABOUT if key in found}
         answer |= flat(about | found)
@@ -76,15 +76,13 @@ def main() -> int:
         parser.add_argument(option, type=int, default=getattr(default, size) // MIB, dest=size)
     parser.add_argument("--swaps", type=int, default=default.swaps, help="versions of `pauses`")
     chosen = parser.parse_args()
-    names = chosen.arms.split(",")
-    if unknown := set(names) - RUNS.keys():
-        parser.error(f"there is no arm {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    names = arms_of(parser, chosen.arms, RUNS)
     if CAPPED & set(names) and (lack := lacking()):
         sys.exit(f"loadtests.weights needs {lack} for {', '.join(sorted(CAPPED & set(names)))}")
     about = {size: getattr(chosen, size) * MIB for size in sizes}
     plan = Plan(rounds=chosen.rounds, directory=chosen.directory, swaps=chosen.swaps, **about)
     answer = asyncio.run(measured(names, plan))
-    print(json.dumps(answer))
+    report(answer)
     return 1 if answer["misses"] or not answer["valid"] else 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtests.weights.plan import Arm
+from loadtests.measuring.rounds import Arm
 
 LEAST = {
     "pull_share_of_memcpy": 0.35,  # of stored chunks, which were hashed when they were stored

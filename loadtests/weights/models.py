@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
+from loadtests.measuring import models
 from loadtests.weights.contents import Tensors
 
 
 def _model(hidden: int, layers: int, ffn: int, vocabulary: int = 4096) -> ModelConfig:
-    return ModelConfig(
-        architecture="qwen3",
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        layers=layers,
-        heads=hidden // 64,
-        kv_heads=max(1, hidden // 128),
-        head_dim=64,
-        ffn_size=ffn,
-        qk_norm=True,
-        tie_embeddings=True,
-        max_positions=8192,
-    )
+    heads = (hidden // 64, max(1, hidden // 128))
+    return models.shape(hidden, layers, ffn, vocabulary, heads, tie_embeddings=True)
 
 
 MODELS = {
@@ -34,7 +21,5 @@ MODELS = {
 
 
 def drawn(name: str, seed: int) -> Tensors:
-    """The weights of one in float32; each seed gives others."""
-    model = Decoder(MODELS[name])
-    model.initialise(torch.Generator().manual_seed(seed))
-    return {key: tensor.detach() for key, tensor in model.state_dict().items()}
+    """Return the weights of one in float32; each seed gives others."""
+    return models.drawn(MODELS[name], seed)

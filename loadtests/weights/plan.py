@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from loadtests.measuring.host import MOST_CORES, HostMeter
+from loadtests.measuring.rounds import Arm
 
-Arm = dict[str, Any]  # what one arm found, flat
 MIB = 1 << 20
 
 
@@ -40,18 +37,3 @@ class Honest:
         """
         reading: Arm = dict(self._meter.reading())
         return reading | {"valid": int(not paced or reading["host_cores"] <= MOST_CORES)}
-
-
-def spread(name: str, values: Sequence[float], digits: int = 4) -> Arm:
-    """The median of values, its quartiles as `_low` and `_high`, and how many there were."""
-    if len(values) > 1:
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    else:
-        low = middle = high = values[0]
-    found = {name: middle, f"{name}_low": low, f"{name}_high": high}
-    return {key: round(value, digits) for key, value in found.items()} | {f"{name}_n": len(values)}
-
-
-def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """Pair by pair, as they were measured after each other."""
-    return [a / b for a, b in zip(over, under, strict=True)]

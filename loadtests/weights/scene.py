@@ -17,15 +17,12 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from common.api.weights import STORE
 from common.base.host.secret import SECRET_BYTES
@@ -36,13 +33,11 @@ from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import MeshSettings
 from common.state import registry
 from common.state.redis.client import State
-from common.state.redis.embedded import command
+from loadtests.measuring.meshed import ROOT, START_S, redis
 from loadtests.weights.network import Links
 
-START_S = 120.0
 ORDER_S = 900.0
 LOOK_S = 0.02
-ROOT = Path(__file__).parents[2]
 FORKED = (
     "services.weights.store",
     "services.engine.running",
@@ -139,14 +134,8 @@ class Scene:
             self.directory = Path(opened.enter_context(scratch))
             if self.links is not None:
                 await opened.enter_async_context(self.links)
-            server = command(self.directory / "redis")
-            self._url = server.url
-            redis = subprocess.Popen(server.argv, stdout=subprocess.DEVNULL)
-            opened.callback(_ended, redis)
+            self._url = opened.enter_context(redis(self.directory))
             await self._nursery(opened)
-            async with asyncio.timeout(START_S):
-                while not (self.directory / "redis" / "redis.sock").exists():
-                    await asyncio.sleep(LOOK_S)
             self.state = await State.open(self._url)
             opened.push_async_callback(self.state.close)
             opened.push_async_callback(self._end_all)
@@ -297,26 +286,6 @@ async def _answered(member: Member, order: str, words: dict[str, Any]) -> Any:
         return error
 
 
-def _ended(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-
-
-def dropped_caches() -> bool:
-    """Whether the page cache could be dropped; what is not on the disk yet goes there first."""
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        return False
-    return True
-
-
 def now() -> float:
     """Seconds of a clock that all processes of this machine share."""
     return time.monotonic()
-
-
-def steal_s() -> float:
-    """CPU-seconds that the hypervisor gave to others since this machine began."""
-    return float(psutil.cpu_times().steal)

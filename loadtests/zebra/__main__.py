@@ -15,7 +15,6 @@ setting: `D1_4096_ratio_ep`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,11 +23,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import flat, options, report
 from loadtests.measuring.host import HostMeter
+from loadtests.measuring.rounds import quartiles, ratios
 from loadtests.zebra.arms import COUNT, LONGEST_S, MICROS, TOKENS, Setting, arms
 
 SETTINGS = ("D1:4096", "D1:16384", "D1:20480")
@@ -39,14 +39,14 @@ RANKS = 2 * COUNT
 
 def main() -> None:
     """The entry."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(
+        __doc__,
+        rounds=7,
+        settings=[*SETTINGS],
+        tokens=(TOKENS, "of a real micro-batch"),
+        longest_s=(LONGEST_S, "of a task"),
     )
-    options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--settings", nargs="+", default=SETTINGS)
-    options.add_argument("--tokens", type=int, default=TOKENS, help="of a real micro-batch")
-    options.add_argument("--longest-s", type=float, default=LONGEST_S, help="of a task")
-    chosen = options.parse_args()
+    chosen = parser.parse_args()
     use = HostMeter()
     found: dict[str, Any] = {}
     for text in chosen.settings:
@@ -56,7 +56,7 @@ def main() -> None:
         found[name] = figures(setting, chosen.rounds)
         print(name, json.dumps(found[name]), flush=True)
     valid = min(figures["valid"] for figures in found.values())
-    print(json.dumps(flat(found) | use.reading() | {"valid": valid}))
+    report(flat(found) | use.reading() | {"valid": valid})
 
 
 def figures(setting: Setting, rounds: int) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def figures(setting: Setting, rounds: int) -> dict[str, Any]:
         ("ratio_ep_asym", "ep", "asymmetric"),
     ):
         if other in took and base in took:
-            told |= spread_of(ratio, [a / b for a, b in zip(took[other], took[base], strict=True)])
+            told |= spread_of(ratio, ratios(took[other], took[base]))
     told |= beside_the_simulator(setting, steps, told)
     cores, paced = sum(rank["cores"] for rank in ranks), sum(rank["paced"] for rank in ranks)
     told["late_share"] = round(sum(rank["late"] for rank in ranks) / paced, 4)
@@ -104,7 +104,7 @@ def figures(setting: Setting, rounds: int) -> dict[str, Any]:
 
 def spread_of(name: str, values: Sequence[float]) -> dict[str, Any]:
     """The median of a ratio, and its middle half."""
-    low, _, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    low, _, high = quartiles(values)
     return {
         name: round(median(values), 3),
         f"{name}_middle": [round(low, 3), round(high, 3)],

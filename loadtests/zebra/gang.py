@@ -28,6 +28,7 @@ from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.model.architecture.config import ModelConfig
 from common.model.files.rows import Drawn
 from common.model.network.decoder import Decoder
+from loadtests.measuring.rounds import rotated
 from loadtests.zebra.arms import COUNT, Arm, Setting, arms
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import join_group
@@ -144,8 +145,7 @@ def run(directory: Path, setting: Setting, rounds: int, rank: int) -> None:
     cpu_s, began_s = time.process_time(), time.monotonic()
     found = []
     for number in range(rounds):
-        turn = number % len(chosen)
-        for arm in [*chosen[turn:], *chosen[:turn]]:
+        for arm in rotated(chosen, number):
             found.append(step(setting, arm, learners[arm.name], rank) | {"round": number})
     told = {
         "steps": found,

@@ -31,6 +31,7 @@ from loadtests.doors.plan import Plan as Doors
 from loadtests.hosts.flood.growth import Readings, between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.jobs.mesh import RunningMesh, mesh_up
+from loadtests.measuring.entry import options, report, tell
 from meshrl.client.client import JobHandle
 from meshrl.directory.places import MeshPlace
 
@@ -125,13 +126,8 @@ async def flooded(
         "ports": len(ports),
         "processes": len(watched),
         **{key: sum(getattr(wave, key) for wave in waves) for key in OUTCOMES},
-        "grew_mib": grew.rss_mib,
-        "grew_mib_of": grew.rss_of,
+        **grew.figures(),
         "calm_mib": calm.rss_mib,
-        "grew_descriptors": grew.descriptors,
-        "grew_descriptors_of": grew.descriptors_of,
-        "grew_threads": grew.threads,
-        "gone": list(grew.gone),
         "steps_meanwhile": steps[-1] - steps[0],
         "stopped": ended.phase,
         "finished": summary["phase"],
@@ -150,17 +146,13 @@ def _say(number: int, wave: Poured, readings: list[Readings]) -> None:
     grew = asdict(between(readings[0], readings[-1]))
     told = {"wave": number, **asdict(wave), **grew}
     del told["by_kind"]
-    print(json.dumps(told), file=sys.stderr, flush=True)
+    tell(told)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--waves", type=int, default=10)
-    parser.add_argument("--settle-s", type=float, default=SETTLE_S)
-    parser.add_argument("--calm-s", type=float, default=CALM_S)
+    parser = options(__doc__, frames=1_000_000, waves=10, settle_s=SETTLE_S, calm_s=CALM_S)
     answer = asyncio.run(run(parser.parse_args()))
-    print(json.dumps(answer))
+    report(answer)
     return 0 if answer["ok"] else 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -60,6 +61,17 @@ class Growth:
     descriptors_of: str
     threads: int
     gone: tuple[str, ...]
+
+    def figures(self) -> dict[str, Any]:
+        """Return what an entry reports."""
+        return {
+            "grew_mib": self.rss_mib,
+            "grew_mib_of": self.rss_of,
+            "grew_descriptors": self.descriptors,
+            "grew_descriptors_of": self.descriptors_of,
+            "grew_threads": self.threads,
+            "gone": list(self.gone),
+        }
 
 
 def between(before: Readings, after: Readings) -> Growth:

@@ -14,25 +14,14 @@ import torch
 from common.generation.builtin.build import build
 from common.generation.builtin.engine import TorchEngine
 from common.generation.contract import Request
-from common.model.architecture.config import ModelConfig
 from common.model.architecture.projections import projections, targeted
-from common.model.network.decoder import Decoder
 from common.model.network.lora import merged
+from loadtests.measuring.models import drawn, shape
+from loadtests.measuring.rounds import Arm, ratios, spread, turns
 from loadtests.weights.contents import Tensors
-from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
+from loadtests.weights.plan import Honest, Plan
 
-MODEL = ModelConfig(
-    architecture="qwen3",
-    vocab_size=4096,
-    hidden_size=256,
-    layers=4,
-    heads=8,
-    kv_heads=4,
-    head_dim=32,
-    ffn_size=704,
-    qk_norm=True,
-    max_positions=1024,
-)
+MODEL = shape(256, 4, 704, 4096, (8, 4), max_positions=1024)
 TARGETS = ("qkv", "output", "gate_up", "down")
 RANK, SCALE = 8, 1.0
 BATCH, TOKENS, LENGTH = 16, 64, 256
@@ -81,9 +70,7 @@ async def adapters(plan: Plan) -> Arm:
     """`multi_adapter_ratio`, `one_over_merged`, `logprob_gap`."""
     honest = Honest()
     torch.set_num_threads(1)
-    model = Decoder(MODEL)
-    model.initialise(torch.Generator().manual_seed(0))
-    base = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    base = drawn(MODEL)
     factors = {name: adapter(seed) for seed, name in enumerate(NAMES, 1)}
     beside = engine(base)
     for name in NAMES:
@@ -96,11 +83,8 @@ async def adapters(plan: Plan) -> Arm:
         "base": (beside, [""] * BATCH),
     }
     found: dict[str, list[float]] = {name: [] for name in arms}
-    order = list(arms)
-    for number in range(plan.rounds):
-        turn = number % len(order)
-        for name in [*order[turn:], *order[:turn]]:
-            found[name].append(rate(*arms[name]))
+    for name in turns([*arms], plan.rounds):
+        found[name].append(rate(*arms[name]))
     answer = spread("multi_adapter_ratio", ratios(found["two"], found["one"]))
     answer |= spread("one_over_merged", ratios(found["one"], found["merged"]))
     for name, rates in found.items():

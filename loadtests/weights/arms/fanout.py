@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
+from loadtests.measuring.rounds import Arm, ratios, spread, turns
+from loadtests.weights.plan import Honest, Plan
 from loadtests.weights.scene import Member, Scene, now
 
 CAP = 20_000_000  # bytes a second, of each link in each direction
@@ -68,10 +69,8 @@ async def fanout(plan: Plan) -> Arm:
     async with Scene([RATE] * (most + 1), directory=where) as scene:
         race = Fanout(scene, plan.fanout)
         await race.begin(most)
-        for number in range(plan.rounds):
-            turn = number % len(COUNTS)
-            for count in [*COUNTS[turn:], *COUNTS[:turn]]:
-                found[count].append(await race.once(race.receivers[:count]))
+        for count in turns(COUNTS, plan.rounds):
+            found[count].append(await race.once(race.receivers[:count]))
     took = {count: [one["took_s"] for one in runs] for count, runs in found.items()}
     answer: Arm = {"fanout_mib": plan.fanout >> 20, "fanout_cap_s": round(plan.fanout / CAP, 3)}
     answer |= spread("fanout_16_over_4", ratios(took[16], took[4]))

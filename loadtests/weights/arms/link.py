@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
+from loadtests.measuring.rounds import Arm, ratios, spread, turns
+from loadtests.weights.plan import Honest, Plan
 from loadtests.weights.scene import Member, Scene
 
 RATE = "200mbit"  # as of tc
@@ -64,11 +65,9 @@ async def link(plan: Plan) -> Arm:
     async with Scene([RATE] * 2, directory=where) as scene:
         ends = Link(scene, plan.link)
         await ends.begin()
-        for number in range(plan.rounds):
-            turn = number % len(ARMS)
-            for name in [*ARMS[turn:], *ARMS[:turn]]:
-                share = SHARES.get(name, SHARES["1pct"])
-                found[name].append(await ends.once(share, deltas=name != FULL))
+        for name in turns(ARMS, plan.rounds):
+            share = SHARES.get(name, SHARES["1pct"])
+            found[name].append(await ends.once(share, deltas=name != FULL))
     took = {name: [one["took_s"] for one in runs] for name, runs in found.items()}
     answer: Arm = {"link_mib": plan.link >> 20}
     for name in SHARES:

@@ -15,9 +15,11 @@ import asyncio
 import statistics
 from pathlib import Path
 
+from loadtests.measuring.processes import cpu_s
+from loadtests.measuring.rounds import Arm, ratios, rotated, spread
 from loadtests.weights import contents
 from loadtests.weights.members.peers import serving, written
-from loadtests.weights.plan import Arm, Honest, Plan, ratios, spread
+from loadtests.weights.plan import Honest, Plan
 from loadtests.weights.scene import Member, Scene
 
 DTYPE = "bfloat16"
@@ -85,10 +87,10 @@ class Ends:
         }
 
     async def http(self) -> Arm:
-        with serving(self.served) as server:
-            used = server.cpu_s()
-            found: Arm = await self.engine.ask("download", port=server.port, name=FILE)
-            return found | {"cpu_s": found["cpu_s"] + server.cpu_s() - used}
+        with serving(self.served) as (server, port):
+            used = cpu_s(server)
+            found: Arm = await self.engine.ask("download", port=port, name=FILE)
+            return found | {"cpu_s": found["cpu_s"] + cpu_s(server) - used}
 
     async def parts(self) -> Arm:
         files = [str(path) for path in self.chunks()]
@@ -106,8 +108,7 @@ async def one_host(plan: Plan) -> Arm:
         await ends.begin()
         for number in range(plan.rounds):
             await ends.version(number)
-            turn = number % len(ARMS)
-            for name in [*ARMS[turn:], *ARMS[:turn]]:
+            for name in rotated(ARMS, number):
                 if name == "pull":
                     await ends.engine.ask("spoil")
                 found[name].append(await getattr(ends, name)())

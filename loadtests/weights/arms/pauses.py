@@ -8,8 +8,9 @@ import asyncio
 import statistics
 from pathlib import Path
 
+from loadtests.measuring.rounds import Arm, percentile, spread
 from loadtests.weights.arms.fanout import BEFORE_S, RATE
-from loadtests.weights.plan import Arm, Honest, Plan, spread
+from loadtests.weights.plan import Honest, Plan
 from loadtests.weights.scene import Member, Scene, now
 
 JOB = "job"
@@ -57,12 +58,11 @@ async def pauses(plan: Plan) -> Arm:
 
 def told(changed_ms: list[float], step_ms: float, put_ms: float) -> Arm:
     """The figures of gaps in which a version changed."""
-    ordered = sorted(changed_ms)
-    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    p99 = percentile(changed_ms, 0.99)
     return {
-        "pause_p50_ms": round(statistics.median(ordered), 2),
+        "pause_p50_ms": round(statistics.median(changed_ms), 2),
         "pause_p99_ms": round(p99, 2),
-        "pauses": len(ordered),
+        "pauses": len(changed_ms),
         "engine_step_ms": round(step_ms, 2),
         "put_ms": round(put_ms, 2),
         "pause_p99_over_bound": round(p99 / (step_ms + FACTOR * put_ms), 3),

@@ -21,7 +21,8 @@ from common.weights.chunks.chunks import ChunkStore
 from common.weights.layout.images import opened
 from loadtests.measuring.meter import kind_of
 from loadtests.measuring.metered import all_events, started
-from loadtests.weights.plan import Arm, Honest, Plan, spread
+from loadtests.measuring.rounds import Arm, spread
+from loadtests.weights.plan import Honest, Plan
 
 ROOT = Path(__file__).parents[3]
 DIGITS = ROOT / "tests/mesh/jobs/digits.toml"

@@ -3,7 +3,7 @@
     python -m loadtests.weights.members.peers RANK MEETING
 
 Of two such processes, rank 0 has tensors that it broadcasts to rank 1, whose are there already.
-`StockServer` is Python's `http.server`; who downloads is its `http.client`.
+The stock server is Python's `http.server`; who downloads is its `http.client`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -59,21 +58,9 @@ class Broadcasting:
         return {"took_s": time.monotonic() - began, "cpu_s": time.process_time() - used}
 
 
-class StockServer:
-    """Serves a directory until the block ends."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self.port, self._process = port, psutil.Process(process.pid)
-
-    def cpu_s(self) -> float:
-        """CPU-seconds that it has used."""
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
-
-
 @contextlib.contextmanager
-def serving(directory: Path) -> Iterator[StockServer]:
-    """A stock server of these files."""
+def serving(directory: Path) -> Iterator[tuple[int, int]]:
+    """Serve these files by a stock server; yield its pid and its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
@@ -87,7 +74,7 @@ def serving(directory: Path) -> Iterator[StockServer]:
                 if time.monotonic() > until:
                     raise RuntimeError("http.server does not listen")
                 time.sleep(0.05)
-            yield StockServer(run, port)
+            yield run.pid, port
         finally:
             run.kill()
 

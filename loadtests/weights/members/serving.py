@@ -14,12 +14,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from common.api.engine import Attach, Engine, Finish, Sampling, Submit, Tokens
+from common.api.engine import Attach, Engine, Finish, Tokens
 from common.generation.builtin.build import build
 from common.mesh.runtime.mesh import Mesh, MeshSettings
+from loadtests.measuring.entry import tell
+from loadtests.measuring.models import submission
 from loadtests.weights import models
 from loadtests.weights.members.orders import obey
 from services.engine.running import SWITCH_S, ThreadDriver, follow
@@ -58,7 +59,7 @@ class Serving:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            print(f"following ended: {error!r}", file=sys.stderr, flush=True)
+            tell(f"following ended: {error!r}")
 
     def serves(self) -> dict[str, Any]:
         """The version that it computes with; -1: none. `error`: why it follows no more."""
@@ -159,23 +160,9 @@ class Shard:
         self._last += count
         loop = asyncio.get_running_loop()
         self._over |= {i: loop.create_future() for i in ids}
-        await self._mesh.ref(engine).call(
-            Engine.submit,
-            Submit(
-                owner=self._owner,
-                incarnation=self._mesh.incarnation,
-                ids=np.array(ids),
-                sessions=np.array(ids),
-                lengths=np.full(count, len(PROMPT), np.int32),
-                tokens=np.array(PROMPT * count, np.int32),
-                begins=np.full(count, len(PROMPT), np.int32),
-                max_new=np.full(count, most, np.int32),
-                temperature=np.full(count, 0.0 if greedy else 1.0, np.float32),
-                seeds=np.array(ids),
-                sampling=Sampling([], []),
-                ended=np.zeros(0, np.int64),
-            ),
-        )
+        temperature = 0.0 if greedy else 1.0
+        request = submission(self._mesh, [PROMPT] * count, ids, most, temperature)
+        await self._mesh.ref(engine).call(Engine.submit, request)
         return ids
 
     async def generates(self, engine: str, count: int, most: int) -> None:
@@ -233,7 +220,8 @@ class Shard:
 async def main(which: str, name: str, job: str, *words: str) -> None:
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_S)
-    mesh = await Mesh.open(name, which if which == "engine" else "rollout", settings(), job)
+    kind = which if which == "engine" else "rollout"
+    mesh = await Mesh.open(name, kind, MeshSettings.from_env(), job)
     member: object
     if which == "engine":
         member = Serving(mesh, job, *words)
@@ -242,11 +230,6 @@ async def main(which: str, name: str, job: str, *words: str) -> None:
         member = Shard(mesh, job)
     await obey(member)
     os._exit(0)  # without a word to the mesh: whoever made it ends it
-
-
-def settings() -> MeshSettings:
-    """Of the process's host."""
-    return MeshSettings.from_env()
 
 
 if __name__ == "__main__":

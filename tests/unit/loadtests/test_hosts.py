@@ -8,7 +8,7 @@ from loadtests.hosts.__main__ import result
 from loadtests.hosts.arms import named_s
 from loadtests.hosts.eye import Look
 from loadtests.hosts.mesh import HostsMesh
-from loadtests.hosts.plan import Arm
+from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.hosts import Hosts
 
 SOUND: Arm = {"valid": 1, "late_share": 0.0, "host_cores": 1.0, "steal_cores": 0.0, "load": 1.0}

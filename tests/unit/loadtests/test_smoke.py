@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from common.mesh.process.forking.birth import NURSERY_ENV
-from loadtests.measuring.flat import flat
+from loadtests.measuring.entry import flat
 from tests.load import scaled
 from tests.unit.loadtests.benchmarks_page import documented
 from tests.unit.loadtests.smoke_forms import LACKING, SMOKES, WITHOUT, Smoke

@@ -28,7 +28,7 @@ KEYS = keys_of("loadtest")  # that the echo lets in
 @pytest.fixture
 def echo() -> Iterator[tuple[subprocess.Popen[str], registry.Entry]]:
     """A real process that answers Echo, and its registry entry."""
-    argv = [sys.executable, "-m", "loadtests.rpc", "--serve", "mesh", "--client", KEYS.public]
+    argv = [sys.executable, "-m", "loadtests.rpc.echo", KEYS.public]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address, incarnation = process.stdout.readline().split()

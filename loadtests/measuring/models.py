@@ -1,0 +1,98 @@
+"""Small models with random weights, and engines of them as members of a mesh."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.api.engine import Sampling, Submit
+from common.generation.contract import TokenEngine
+from common.mesh.runtime.mesh import Mesh
+from common.model.architecture.config import ModelConfig
+from common.model.network.decoder import Decoder
+from services.engine.running import SWITCH_S, ThreadDriver
+from services.engine.service import EngineService
+from services.engine.stepping.emulation import EmulatedSteps
+
+Tensors = dict[str, torch.Tensor]
+
+
+def shape(
+    hidden: int, layers: int, ffn: int, vocabulary: int, heads: tuple[int, int], **more: Any
+) -> ModelConfig:
+    """Return the shape of a decoder, Qwen3's if no other architecture is named.
+
+    Args:
+        hidden: Width of its stream.
+        layers: How many it has.
+        ffn: Width of its feed-forward part.
+        vocabulary: Tokens.
+        heads: Heads of queries, and of keys and values.
+        more: Further fields of its configuration.
+    """
+    about: dict[str, Any] = {"architecture": "qwen3", "max_positions": 8192} | more
+    return ModelConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        layers=layers,
+        heads=heads[0],
+        kv_heads=heads[1],
+        ffn_size=ffn,
+        qk_norm=about["architecture"] == "qwen3",
+        **({"head_dim": hidden // heads[0]} | about),
+    )
+
+
+def drawn(config: ModelConfig, seed: int = 0) -> Tensors:
+    """Return the weights of a model in float32; the same seed draws the same."""
+    model = Decoder(config)
+    model.initialise(torch.Generator().manual_seed(seed))
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+async def serve(
+    mesh: Mesh,
+    engine: TokenEngine,
+    stats: Callable[[EngineService], dict[str, Any]] = lambda _: {},
+    emulated: EmulatedSteps | None = None,
+) -> EngineService:
+    """Join the mesh as an engine process does, which steps on a thread of its own."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(SWITCH_S)
+    driver = ThreadDriver(asyncio.get_running_loop())
+    service = EngineService(mesh, engine, driver.deliver, emulated=emulated)
+    driver.start(service)
+    await mesh.join(service, stats=lambda: stats(service))
+    return service
+
+
+def submission(
+    mesh: Mesh,
+    prompts: Sequence[Sequence[int]],
+    ids: Sequence[int],
+    max_new: int,
+    temperature: float = 1.0,
+    sessions: Sequence[int] | None = None,
+    ended: Sequence[int] = (),
+) -> Submit:
+    """Return requests for tokens after these prompts, of this process as a shard."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    return Submit(
+        owner=mesh.name,
+        incarnation=mesh.incarnation,
+        ids=np.array(ids, np.int64),
+        sessions=np.array(ids if sessions is None else sessions, np.int64),
+        lengths=lengths,
+        tokens=np.array([token for prompt in prompts for token in prompt], np.int32),
+        begins=lengths,
+        max_new=np.full(len(prompts), max_new, np.int32),
+        temperature=np.full(len(prompts), temperature, np.float32),
+        seeds=np.array(ids, np.int64),
+        sampling=Sampling([], []),
+        ended=np.array(ended, np.int64),
+    )

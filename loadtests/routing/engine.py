@@ -1,0 +1,46 @@
+"""An engine with random weights as a member of a mesh, for load tests.
+
+python -m loadtests.routing.engine --name engine/g0 --pace 6/16/30000
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from common.base.host.settings import MeshSettings
+from common.generation.builtin.build import build
+from common.job.pace import profile
+from common.mesh.runtime.mesh import Mesh, run
+from loadtests.measuring.entry import options
+from loadtests.measuring.models import drawn, serve, shape
+from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
+from services.engine.stepping.emulation import EmulatedSteps
+
+MODEL = shape(64, 2, 128, 64, (2, 1))
+
+
+def published(service: EngineService) -> dict[str, Any]:
+    """Return what the registry shows of an engine."""
+    return {
+        "requests": service.shards.requests,
+        "prefill_tokens_per_s": service.steps.prefill_tokens_per_s,
+        "cache_bytes_per_token": service.engine.cache_bytes_per_token,
+        "plateau": service.throughput.plateau,
+    }
+
+
+async def main(name: str, slots: int, max_length: int, pace: str) -> None:
+    mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
+    built = build(MODEL, slots, max_length, steps=1 if pace else FLUSH_STEPS, budget_s=FLUSH_S)
+    built.wake(drawn(MODEL), 0)
+    emulated = EmulatedSteps(built, profile(pace), mesh.clock) if pace else None
+    await serve(mesh, built, published, emulated)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    parser = options(__doc__, slots=64, max_length=4096, pace="")
+    parser.add_argument("--name", required=True)
+    chosen = parser.parse_args()
+    run(lambda: main(chosen.name, chosen.slots, chosen.max_length, chosen.pace))
