@@ -21,6 +21,7 @@ from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.seams import Seams, Terms
 from common.mesh.transport.zmq import ZmqTransport
+from loadtests.doors.found import port_in
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
 from sim.redis.state import simulated_state
 from tests.load import scaled
@@ -111,7 +112,7 @@ async def test_open_and_shut_doors_are_told_apart(reachable: Path, talkative: in
         await mesh.join(actor)
         address = transports[mesh.name].address
         plan.processes.append(Process(mesh.name, address, mesh.incarnation))
-        port = int(address.rpartition(":")[2])
+        port = port_in(address)
         plan.ports.append(Port("127.0.0.1", port, "calls", mesh.name))
     found = await tried(plan)
 
