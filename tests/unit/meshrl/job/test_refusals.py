@@ -3,7 +3,8 @@
 `refusals.jsonl` has one mistake a line: the job that it is made in, a fixture; `set`, further
 settings; `replace`, a text of the file and another one; `append`, text at its end; `files`, others
 beside it, of which those that are no UTF-8 stand under the key latin-1; the `line` that is named;
-`check`, of those that look at this host too; `says`, texts of the error.
+`check`, of those that look at this host too; `says`, texts of the error. Those that take longer
+are tried by turns: `rotating`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ MACHINE = "meshrl.job.checks.machine"
 CASES = [json.loads(line) for line in Path(__file__).with_name("refusals.jsonl").open("rb")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["says"][0])
+def param(case: dict[str, Any]) -> Any:
+    marks = [pytest.mark.rotating(case["rotating"])] if "rotating" in case else []
+    return pytest.param(case, id="; ".join(case["says"])[:100], marks=marks)
+
+
+@pytest.mark.parametrize("case", map(param, CASES))
 def test_a_mistake_is_refused_where_it_stands(
     case: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
@@ -40,5 +46,6 @@ def test_a_mistake_is_refused_where_it_stands(
     looks = getattr(import_module(f"{MACHINE}.{module}"), check) if check else None
     said = job.refusal(*case.get("set", ()), check=looks)
     assert all(text in said for text in case["says"]), said
+    assert "meshrl-trial" not in said  # the author's own files are named, not their copies
     if "line" in case:
         assert said.startswith(f"{job.path}, line {case['line']}")

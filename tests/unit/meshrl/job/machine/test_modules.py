@@ -43,33 +43,6 @@ def said(place: Path, *overrides: str) -> str:
     return found
 
 
-@pytest.mark.rotating(3)
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("import nothing_of_that_name\n\ndef score(row, turns): ...", "No module named"),
-        ("import tally\nfrom tally import MORE\n\ndef score(row, turns): ...", "line 2"),
-        ("def score(row, turns):\n    return 1\n\nx = 1 / 0", "ZeroDivisionError"),
-        ("def score(row):\n    return 1", "cannot be called as a reward is"),
-        ("def score(row, turns, more):\n    return 1", "def score(row, turns):"),
-        ("async def score(row, turns):\n    return 1", "is async"),
-        ("score = 3", "is a int, not a function"),
-        ("import sys\n\ndef score(row, turns): ...\n\nsys.exit(3)", "SystemExit: 3"),
-        ("import os\n\ndef score(row, turns): ...\n\nprint('going')\nos._exit(5)", "status 5"),
-        ("import os\n\ndef score(row, turns): ...\n\nos.abort()", "SIGABRT"),
-        ("def score(row, turns): ...\n\nopen(__file__[:-10] + 'held.jsonl')", "absolute"),
-    ],
-)  # fmt: skip
-def test_a_module_that_does_not_work_is_named_with_its_line(
-    place: Path, text: str, says: str
-) -> None:
-    write(place, "rewards.py", text)
-    found = said(place)
-    assert found.startswith(f"{place}, line 13: reward.use: ") and says in found
-    if "process" not in found and "is a int" not in found:
-        assert f"({place.parent}/rewards.py, line " in found
-
-
 def test_modules_that_work_are_accepted(place: Path) -> None:
     write(place, "rewards.py", "import rooms\n\ndef score(row, turns): ...\n")
     write(place, "rooms.py", ROOM)
@@ -123,29 +96,6 @@ def test_an_environment_is_opened_on_the_first_row_of_each_dataset(place: Path) 
     assert f"({place.parent}/rooms.py, line 3)" in found
 
 
-@pytest.mark.rotating(3)
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ("def room():", "def room(row):", "cannot be called as an environment's factory is"),
-        ("return Room()", "return None", "returned a NoneType without open()"),
-        ("def step", "def move", "returned a Room without step()"),
-        ('return row["prompt"]', "return 3", "open() returned int, not the prompt as str"),
-        ('return row["prompt"]', "return [{}]", "Messages take environment.chat"),
-        ('return row["prompt"]', "raise ValueError('no')", "ValueError: no"),
-        ('return row["prompt"]', "return '1' * 64", "(64 tokens)"),
-        ('return row["prompt"]', "return 'one'", "'one' does not encode"),
-        ("return Room()", "raise RuntimeError('closed')", "RuntimeError: closed"),
-    ],
-)
-def test_an_environment_that_does_not_open_is_said(
-    place: Path, old: str, new: str, says: str
-) -> None:
-    assert old in ROOM
-    write(place, "rooms.py", ROOM.replace(old, new))
-    assert says in said(place, "environment.use=rooms:room")
-
-
 def test_an_open_that_does_not_end_has_the_environments_deadline(place: Path) -> None:
     write(place, "rooms.py", ENDLESS)
     deadline_s = round(scaled(0.5), 1)  # in which its process comes to the loop
@@ -153,26 +103,6 @@ def test_an_open_that_does_not_end_has_the_environments_deadline(place: Path) ->
     assert "open() of " in found and f"did not end within {deadline_s:g} s" in found
     assert "rooms.py" in found
     assert found.startswith("--set environment.use=rooms:room")
-
-
-def test_tools_and_demonstrations_are_called_as_they_will_be(place: Path) -> None:
-    write(place, "more.py", "def tool(a, b): ...\n\ndef shown(random): ...\n")
-    assert "called as a tool is" in said(place, 'environment.tools={x = "more:tool"}')
-    assert "def shown(random, progress)" in said(place, "warm_start.demonstrations=more:shown")
-
-
-@pytest.mark.parametrize(
-    ("name", "whose"), [("queue", "the standard library"), ("common", "MeshRL")]
-)
-def test_a_module_with_the_name_of_another_is_refused(place: Path, name: str, whose: str) -> None:
-    write(place, f"{name}.py", "def score(row, turns): ...\n")
-    found = said(place, f"reward.use={name}:score")
-    assert f"{place.parent}/{name}.py has the name of a module of {whose}" in found
-
-
-def test_an_error_of_several_lines_is_told_in_one(place: Path) -> None:
-    write(place, "rewards.py", "def score(row, turns): ...\n\nraise ValueError('a\\n  b\\n')\n")
-    assert "ValueError: a / b (" in said(place)
 
 
 def test_who_waits_for_an_import_is_told_where_it_is(
