@@ -8,7 +8,7 @@ registry names, and each call is fenced by the caller's lease on that name.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.base.lineages import NATIVE
@@ -40,6 +40,17 @@ class GroupRow:
     nbytes: int
     min_version: int  # oldest weights that sampled one of its tokens
     foreign_above: int = NATIVE  # tokens of later versions are of an abandoned lineage
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """The bytes of a finished group in the store, and what its row says of them."""
+
+    group: int
+    digest: str
+    nbytes: int
+    min_version: int  # oldest weights that sampled one of its tokens
+    scored: int  # members with a reward
 
 
 @dataclass(frozen=True)
@@ -83,29 +94,10 @@ async def admit(
 
 
 async def group_ready(
-    state: State,
-    job: str,
-    shard: str,
-    token: int,
-    group: int,
-    digest: str,
-    nbytes: int,
-    min_version: int,
-    scored: int,
-    op_id: str,
+    state: State, job: str, shard: str, token: int, finished: FinishedGroup, op_id: str
 ) -> None:
     """Records that the group is finished and its bytes are durable: it may be trained on."""
-    args = {
-        "job": job,
-        "shard": shard,
-        "token": token,
-        "group": group,
-        "digest": digest,
-        "nbytes": nbytes,
-        "min_version": min_version,
-        "scored": scored,
-        "op": op_id,
-    }
+    args = {"job": job, "shard": shard, "token": token, "op": op_id} | asdict(finished)
     await state.run("group_ready", [job_prefix(job)], args)
 
 
@@ -135,7 +127,8 @@ async def group_filtered(
     admission returns, the prompt does not; counts `filtered`, and members that failed as
     `typed_drops`.
     """
-    await _returned(state, job, trainer, token, group, "filtered", op_id, "filtered", "filtered")
+    ends = "filtered", "filtered", "filtered", False
+    await _returned(state, job, trainer, token, group, op_id, *ends)
 
 
 async def group_stale(
@@ -144,8 +137,8 @@ async def group_stale(
     """The trainer leased a group whose tokens are staler than its row says: admission and prompt
     return; counts `stale_requeued`.
     """
-    fate = "stale", op_id, "stale_requeued", "stale"
-    await _returned(state, job, trainer, token, group, *fate, requeue=True)
+    ends = "stale", "stale_requeued", "stale", True
+    await _returned(state, job, trainer, token, group, op_id, *ends)
 
 
 async def open_groups(state: State, job: str, shard: str) -> list[AdmittedGroup]:
@@ -232,33 +225,16 @@ async def _return(
     *,
     requeue: bool,
 ) -> None:
-    counter, kind = ("host_lost", "requeued") if requeue else ("typed_drops", "dropped")
-    await _returned(state, job, name, token, group, reason, op_id, counter, kind, requeue)
+    ends = ("host_lost", "requeued", True) if requeue else ("typed_drops", "dropped", False)
+    await _returned(state, job, name, token, group, op_id, reason, *ends)
 
 
 async def _returned(
-    state: State,
-    job: str,
-    name: str,
-    token: int,
-    group: int,
-    reason: str,
-    op_id: str,
-    counter: str,
-    kind: str,
-    requeue: bool = False,
+    state: State, job: str, name: str, token: int, group: int, op_id: str, *ends: str | bool
 ) -> None:
-    args = {
-        "job": job,
-        "name": name,
-        "token": token,
-        "group": group,
-        "reason": reason,
-        "op": op_id,
-        "requeue": requeue,
-        "counter": counter,
-        "kind": kind,
-    }
+    """`ends`: the reason, the counter, the kind of the event, and whether the prompt returns."""
+    args = {"job": job, "name": name, "token": token, "group": group, "op": op_id}
+    args |= dict(zip(("reason", "counter", "kind", "requeue"), ends, strict=True))
     await state.run("group_returned", [job_prefix(job)], args)
 
 

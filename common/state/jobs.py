@@ -205,34 +205,36 @@ async def change(
     return bool((await state.run("change", [job_prefix(job)], args))["extended"])
 
 
-async def record_evaluation(
-    state: State,
-    job: str,
-    tag: str,
-    lineage: int,
-    step: int,
-    result: dict[str, Any],
-    name: str,
-    token: int,
-    value: float | None = None,
-) -> bool:
-    """Records the result of version `step` of a lineage under `tag`, once: False when there is one
-    already, or the job is in another lineage by now. Fenced without the lease (name, token).
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of version `step` of a lineage under a tag. `value` is the figure that the job is
+    judged by: the highest so far, of the current version, makes that the best version.
+    """
 
-    `value` is the figure that the job is judged by: the highest so far, of the current version,
-    makes that the best version.
+    tag: str
+    lineage: int
+    step: int
+    result: dict[str, Any]
+    value: float | None = None
+
+
+async def record_evaluation(
+    state: State, job: str, evaluation: Evaluation, name: str, token: int
+) -> bool:
+    """Records a result, once for its tag: False when there is one already, or the job is in another
+    lineage by now. Fenced without the lease (name, token).
     """
     args = {
         "job": job,
-        "tag": tag,
-        "lineage": lineage,
-        "step": step,
-        "result": json.dumps(result),
+        "tag": evaluation.tag,
+        "lineage": evaluation.lineage,
+        "step": evaluation.step,
+        "result": json.dumps(evaluation.result),
         "name": name,
         "token": token,
     }
-    if value is not None:
-        args["value"] = value
+    if evaluation.value is not None:
+        args["value"] = evaluation.value
     return bool((await state.run("evaluation", [job_prefix(job)], args))["recorded"])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.state.groups import GroupRow, group_row
@@ -42,75 +42,65 @@ class StepRecord:
     record: dict[str, Any]
 
 
-async def commit_initial(
-    state: State,
-    job: str,
-    trainer: str,
-    token: int,
-    lineage: int,
-    manifest: str,
-    checkpoint: str,
-    image: str = "",
-    masters: str = "",
-) -> None:
-    """Commits version 0, with the identities of its published image and of its masters. Idempotent
-    by manifest; Refused when the job began from other weights, Fenced without the lease.
+@dataclass(frozen=True)
+class VersionNames:
+    """Names of a version: its manifest, its checkpoint, and the identities of what is published and
+    of what is trained (`common/weights/layout/identity.py`).
     """
-    args = {
-        "job": job,
-        "trainer": trainer,
-        "token": token,
-        "lineage": lineage,
-        "manifest": manifest,
-        "checkpoint": checkpoint,
-        "image": image,
-        "masters": masters,
-    }
-    await state.run("commit_initial", [job_prefix(job)], args)
+
+    manifest: str
+    checkpoint: str
+    image: str = ""
+    masters: str = ""
 
 
-async def commit_step(
-    state: State,
-    job: str,
-    trainer: str,
-    token: int,
-    lineage: int,
-    step: int,
-    groups: Sequence[int],
-    filtered_groups: Sequence[int],
-    manifest: str,
-    checkpoint: str,
-    metrics: dict[str, Any],
-    record: dict[str, Any],
-    covered: int = -1,
-    image: str = "",
-    masters: str = "",
-) -> Committed:
-    """Makes version `step` current and ends its groups, once per (job, lineage, step). `image` and
-    `masters` are the identities of what is published and of what is trained: see
-    `common/weights/layout/identity.py`.
+@dataclass(frozen=True)
+class StepCommit:
+    """All that the commit of one step writes.
 
     `groups` and `filtered_groups` together are all that were leased for the step (an id may be in
     both). `record` is what a replay needs beside the groups; records of steps up to `covered`, the
-    version that a durable checkpoint holds, are freed. Fenced without the lease; Refused when the
-    step is not next, or committed with another manifest.
+    version that a durable checkpoint holds, are freed.
+    """
+
+    step: int
+    groups: Sequence[int]
+    filtered_groups: Sequence[int]
+    names: VersionNames
+    metrics: dict[str, Any]
+    record: dict[str, Any]
+    covered: int = -1
+
+
+async def commit_initial(
+    state: State, job: str, trainer: str, token: int, lineage: int, names: VersionNames
+) -> None:
+    """Commits version 0. Idempotent by manifest; Refused when the job began from other weights,
+    Fenced without the lease.
+    """
+    args = {"job": job, "trainer": trainer, "token": token, "lineage": lineage}
+    await state.run("commit_initial", [job_prefix(job)], args | asdict(names))
+
+
+async def commit_step(
+    state: State, job: str, trainer: str, token: int, lineage: int, commit: StepCommit
+) -> Committed:
+    """Makes version `step` current and ends its groups, once per (job, lineage, step). Fenced
+    without the lease; Refused when the step is not next, or committed with another manifest.
     """
     args = {
         "job": job,
         "trainer": trainer,
         "token": token,
         "lineage": lineage,
-        "step": step,
-        "groups": sorted({*groups, *filtered_groups}),
-        "filtered": list(filtered_groups),
-        "manifest": manifest,
-        "checkpoint": checkpoint,
-        "metrics": json.dumps(metrics),
-        "metrics_field": json.dumps({"metrics": metrics}),
-        "record": json.dumps(record),
-        "covered": covered,
-        "image": image,
-        "masters": masters,
+        "step": commit.step,
+        "groups": sorted({*commit.groups, *commit.filtered_groups}),
+        "filtered": list(commit.filtered_groups),
+        "metrics": json.dumps(commit.metrics),
+        "metrics_field": json.dumps({"metrics": commit.metrics}),
+        "record": json.dumps(commit.record),
+        "covered": commit.covered,
+        **asdict(commit.names),
     }
     answer = await state.run("commit_step", [job_prefix(job)], args)
     return Committed(answer["version"], answer["replayed"])
@@ -170,32 +160,25 @@ async def open_lineage(
     trainer: str,
     token: int,
     version: int,
-    manifest: str,
-    checkpoint: str,
+    names: VersionNames,
     op_id: str,
     account: dict[str, Any] | None = None,
-    image: str = "",
-    masters: str = "",
 ) -> int:
     """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are
     abandoned.
 
-    Their groups are ready again. `version` and `manifest` are the weights that the checkpoint
-    holds, `image` and `masters` their identities. With its `account` it may be older than the one
-    that covers the job's steps: nothing is left of what those trained. It counts as host_lost, and
-    each prompt that was given out since, and is neither in flight nor waiting, goes back to the
-    cursor. Refused without.
+    Their groups are ready again. `version` and `names` are those of the weights that the checkpoint
+    holds. With its `account` it may be older than the one that covers the job's steps: nothing is
+    left of what those trained. It counts as host_lost, and each prompt that was given out since,
+    and is neither in flight nor waiting, goes back to the cursor. Refused without.
     """
     args: dict[str, Any] = {
         "job": job,
         "trainer": trainer,
         "token": token,
         "version": version,
-        "manifest": manifest,
-        "checkpoint": checkpoint,
         "op": op_id,
-        "image": image,
-        "masters": masters,
+        **asdict(names),
     }
     if account is not None:  # that of version 0 tells nothing: nothing was opened before
         counts = account.get("counts", {})

@@ -147,13 +147,9 @@ class EvaluationRun:
         await jobs.record_evaluation(
             mesh.state,
             self._shard.job.id,
-            self._plan.tag,
-            self._lineage,
-            self._plan.version,
-            result,
+            jobs.Evaluation(self._plan.tag, self._lineage, self._plan.version, result, value),
             mesh.name,
             mesh.token,
-            value,
         )
 
 

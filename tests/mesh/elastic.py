@@ -262,11 +262,7 @@ class Training:
                 self.job,
                 SHARD,
                 elastic.token,
-                admitted.group,
-                digest,
-                len(content),
-                0,
-                MEMBERS,
+                groups.FinishedGroup(admitted.group, digest, len(content), 0, MEMBERS),
                 uuid.uuid4().hex,
             )
 

@@ -76,9 +76,14 @@ class Publishing(Actor):
         saved = await store.call(Weights.save, asked)
         begun = (mesh.state, self._job, mesh.name, mesh.token, 0)
         if step:
-            await steps.commit_step(*begun, step, [], [], digest, saved.name, {}, {}, covered=step)
+            await steps.commit_step(
+                *begun,
+                steps.StepCommit(
+                    step, [], [], steps.VersionNames(digest, saved.name), {}, {}, covered=step
+                ),
+            )
         else:
-            await steps.commit_initial(*begun, digest, saved.name)
+            await steps.commit_initial(*begun, steps.VersionNames(digest, saved.name))
         self.step = step
         for entry in await registry.entries(mesh.state, "engine"):
             if entry.alive and entry.name.startswith("engine/"):

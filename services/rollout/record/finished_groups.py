@@ -65,11 +65,13 @@ async def hand_in(mesh: Mesh, bulk: BulkClient, job: str, message: Group) -> Non
             job,
             mesh.name,
             mesh.token,
-            message.group,
-            digest,
-            len(content),
-            int(sampled.min()),
-            int(np.isfinite(message.rewards).sum()),
+            rows.FinishedGroup(
+                message.group,
+                digest,
+                len(content),
+                int(sampled.min()),
+                int(np.isfinite(message.rewards).sum()),
+            ),
             f"ready-{message.group}",
         ),
     )

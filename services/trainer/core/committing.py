@@ -59,10 +59,7 @@ class Commits:
             mesh.name,
             mesh.token,
             position.lineage,
-            staged.manifest,
-            self._checkpoints.name,
-            staged.image,
-            staged.masters,
+            names_of(staged, self._checkpoints.name),
         )
         await patiently(mesh.clock, commit)
         position.commit(0, staged, covered=0)
@@ -103,16 +100,15 @@ class Commits:
             mesh.name,
             mesh.token,
             position.lineage,
-            step,
-            done.batch.groups,
-            done.batch.filtered,
-            staged.manifest,
-            checkpoints.name,
-            metrics,
-            record,
-            covered=covered,
-            image=staged.image,
-            masters=staged.masters,
+            steps.StepCommit(
+                step,
+                done.batch.groups,
+                done.batch.filtered,
+                names_of(staged, checkpoints.name),
+                metrics,
+                record,
+                covered,
+            ),
         )
         with parts.of("commit"):
             committed = await patiently(mesh.clock, commit)
@@ -136,3 +132,8 @@ class Commits:
                     await self._mesh.ref(entry.name).cast(Engine.look, Look("version"))
         except MeshError as error:
             self._mesh.telemetry.log.warning("hint", error=str(error))
+
+
+def names_of(version: VersionIdentity, checkpoint: str) -> steps.VersionNames:
+    """The names by which a commit records a version."""
+    return steps.VersionNames(version.manifest, checkpoint, version.image, version.masters)

@@ -87,12 +87,11 @@ class Recovery:
                 self._mesh.name,
                 self._mesh.token,
                 checkpoint.step,
-                checkpoint.weights,
-                name,
+                steps.VersionNames(
+                    checkpoint.weights, name, image=checkpoint.image, masters=checkpoint.masters
+                ),
                 operation,
                 account,
-                checkpoint.image,
-                checkpoint.masters,
             ),
         )
         self._mesh.telemetry.log.warning(

@@ -113,7 +113,9 @@ class Bench:
         """A job in its training phase, at version 0, with a shard and a trainer."""
         seats = Seats(self.state, await self.seat(SHARD), await self.seat(TRAINER))
         await jobs.submit(self.state, JOB, document(**algorithm), "/runs/job", uuid.uuid4().hex)
-        await steps.commit_initial(self.state, JOB, TRAINER, seats.trainer, 0, "m0", "c0")
+        await steps.commit_initial(
+            self.state, JOB, TRAINER, seats.trainer, 0, steps.VersionNames("m0", "c0")
+        )
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, seats.trainer, TRAINER)
         return seats
 
@@ -138,11 +140,7 @@ class Seats:
             JOB,
             SHARD,
             self.shard,
-            group.group,
-            f"digest{group.group}",
-            10,
-            version,
-            scored,
+            groups.FinishedGroup(group.group, f"digest{group.group}", 10, version, scored),
             op_id,
         )
 
@@ -171,14 +169,15 @@ class Seats:
             TRAINER,
             self.trainer,
             lineage,
-            step,
-            taken,
-            filtered,
-            manifest,
-            f"c{step}",
-            {"reward": 0.5, "lengths": []},
-            {"bins": [[0, 1]]},
-            **more,
+            steps.StepCommit(
+                step,
+                taken,
+                filtered,
+                steps.VersionNames(manifest, f"c{step}"),
+                {"reward": 0.5, "lengths": []},
+                {"bins": [[0, 1]]},
+                **more,
+            ),
         )
 
     async def step(self, step: int) -> list[int]:

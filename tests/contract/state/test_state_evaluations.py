@@ -20,7 +20,11 @@ async def judged(
     bench: Bench, token: int, step: int, value: float | None, lineage: int = 0
 ) -> bool:
     return await jobs.record_evaluation(
-        bench.state, JOB, f"step-{step}", lineage, step, {"x": value}, EVALUATOR, token, value
+        bench.state,
+        JOB,
+        jobs.Evaluation(f"step-{step}", lineage, step, {"x": value}, value),
+        EVALUATOR,
+        token,
     )
 
 
@@ -67,7 +71,7 @@ async def test_what_was_evaluated_above_a_new_lineages_beginning_is_forgotten(be
         await trained_to(bench, seats, version)
         assert await judged(bench, token, version, value)
     back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
     row = await jobs.job(bench.state, JOB)
     assert (row.version, row.best_version, row.best_manifest) == (1, -1, "")
     assert [e["tag"] for e in await jobs.evaluations(bench.state, JOB)] == ["step-1"]
@@ -86,7 +90,7 @@ async def test_a_best_version_that_the_new_lineage_has_stays(bench: Bench) -> No
     await judged(bench, token, 1, 0.5)
     await trained_to(bench, seats, 2)
     back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
     row = await jobs.job(bench.state, JOB)
     assert (row.best_version, row.best_manifest) == (1, "m0.1")
 
@@ -97,7 +101,7 @@ async def test_a_phase_that_follows_from_an_abandoned_lineage_does_not_begin(ben
     await trained_to(bench, seats, 2)
     assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
     back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
     finish = (bench.state, JOB, jobs.Phase.FINISHED, token, EVALUATOR)
     await jobs.set_phase(*finish, lineage=0)
     assert (await jobs.job(bench.state, JOB)).phase == "training"

@@ -99,11 +99,15 @@ async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     token = await bench.seat("evaluator")
     await jobs.submit(bench.state, JOB, document(), "", "op")
     first = {"greedy": 0.5, "wrong": []}
-    assert await jobs.record_evaluation(bench.state, JOB, "s10", 0, 10, first, "evaluator", token)
-    assert not await jobs.record_evaluation(
-        bench.state, JOB, "s10", 0, 10, {"greedy": 0.6}, "evaluator", token
+    assert await jobs.record_evaluation(
+        bench.state, JOB, jobs.Evaluation("s10", 0, 10, first), "evaluator", token
     )
-    assert await jobs.record_evaluation(bench.state, JOB, "before", 0, 0, {}, "evaluator", token)
+    assert not await jobs.record_evaluation(
+        bench.state, JOB, jobs.Evaluation("s10", 0, 10, {"greedy": 0.6}), "evaluator", token
+    )
+    assert await jobs.record_evaluation(
+        bench.state, JOB, jobs.Evaluation("before", 0, 0, {}), "evaluator", token
+    )
     found = await jobs.evaluations(bench.state, JOB)
     assert [(row["tag"], row["result"]) for row in found] == [("before", {}), ("s10", first)]
 
@@ -128,7 +132,9 @@ async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: 
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op1") == []
     await jobs.set_phase(bench.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
     assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op2") == []
-    await steps.commit_initial(bench.state, JOB, TRAINER, trainer, 0, "m0", "c0")
+    await steps.commit_initial(
+        bench.state, JOB, TRAINER, trainer, 0, steps.VersionNames("m0", "c0")
+    )
     assert len(await groups.admit(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
 
 
@@ -203,7 +209,12 @@ async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
     [group] = await seats.admit(1)
     for _ in range(2):
         await groups.group_ready(
-            bench.state, JOB, SHARD, seats.shard, group.group, "d", 9, 0, 2, "same"
+            bench.state,
+            JOB,
+            SHARD,
+            seats.shard,
+            groups.FinishedGroup(group.group, "d", 9, 0, 2),
+            "same",
         )
     with pytest.raises(Refused, match="not open"):
         await seats.finish(group)

@@ -150,7 +150,9 @@ async def test_a_recorder_whose_file_is_gone_is_told_and_goes_on_from_what_rows_
     assert (account["lost"], account["trained_twice"]) == (0, 0)
 
     # The steps since the checkpoint may be left behind later: they are counted once then too.
-    await steps.open_lineage(state, JOB, TRAINER, seats.trainer, 2, "m0.2", "c2", "op")
+    await steps.open_lineage(
+        state, JOB, TRAINER, seats.trainer, 2, steps.VersionNames("m0.2", "c2"), "op"
+    )
     recorded = await events.read_all(state, on)
     account = accounting.account(recorded, (await groups.in_flight(state, JOB)).samples, JOB)
     assert (account["lost"], account["trained_twice"]) == (0, 0)
@@ -195,7 +197,9 @@ async def test_rows_of_steps_go_when_they_are_recorded_and_covered(bench: Bench)
     assert await left(2) == [3, 4, 5, 6]
     assert await left(6) == [4, 5, 6]  # a checkpoint is of the first, and none covers the others
     assert [r.step for r in await steps.step_records(state, JOB, 4)] == [5, 6]
-    await steps.open_lineage(state, JOB, TRAINER, seats.trainer, 4, "m0.4", "c4", "op")
+    await steps.open_lineage(
+        state, JOB, TRAINER, seats.trainer, 4, steps.VersionNames("m0.4", "c4"), "op"
+    )
     for step in (5, 6):  # made again, and not recorded yet
         await seats.commit(step, await seats.leased(step), lineage=1, covered=step)
     await trimmed(bench)

@@ -26,9 +26,13 @@ async def fill(seats: Seats, scored: int = 2) -> list[groups.AdmittedGroup]:
 
 async def test_the_first_weights_are_version_zero_once(bench: Bench) -> None:
     seats = await bench.training_job()
-    await steps.commit_initial(bench.state, JOB, TRAINER, seats.trainer, 0, "m0", "c0")
+    await steps.commit_initial(
+        bench.state, JOB, TRAINER, seats.trainer, 0, steps.VersionNames("m0", "c0")
+    )
     with pytest.raises(Refused, match="other weights"):
-        await steps.commit_initial(bench.state, JOB, TRAINER, seats.trainer, 0, "m9", "c0")
+        await steps.commit_initial(
+            bench.state, JOB, TRAINER, seats.trainer, 0, steps.VersionNames("m9", "c0")
+        )
     row = await jobs.job(bench.state, JOB)
     assert (row.version, row.manifest, row.checkpoint) == (0, "m0", "c0")
 
@@ -63,7 +67,7 @@ async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_fai
     rows = await steps.step_rows(bench.state, JOB)
     assert [row["failed_share"] for row in rows] == [3 / 4, 0.0]
     lineage = await steps.open_lineage(
-        bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "again"
+        bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "again"
     )
     taken = await seats.leased(2)
     await seats.commit(2, taken, lineage=lineage)
@@ -183,7 +187,7 @@ async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> 
         await seats.step(step)
     for _ in range(2):
         lineage = await steps.open_lineage(
-            bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op"
+            bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
         )
         assert lineage == 1
     row = await jobs.job(bench.state, JOB)
@@ -206,7 +210,7 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
     ready, slow = (await seats.admit())[:2]  # version 3; two more were open before
     await seats.finish(ready)
     back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, "m0.1", "c1", "op")
+    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
 
     open_ = {group.group: group for group in await groups.open_groups(bench.state, JOB, SHARD)}
     assert open_[slow.group].version == 1, "an engine of the new lineage must be able to serve it"
@@ -242,9 +246,13 @@ async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) ->
         await fill(seats)
         await seats.commit(step, await seats.leased(step), covered=step)
     with pytest.raises(Refused, match="covered"):
-        await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op")
+        await steps.open_lineage(
+            bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
+        )
     with pytest.raises(Refused, match="current version is 2"):
-        await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 3, "m", "c", "op2")
+        await steps.open_lineage(
+            bench.state, JOB, TRAINER, seats.trainer, 3, steps.VersionNames("m", "c"), "op2"
+        )
 
 
 async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_prompts_come_again(
@@ -263,7 +271,7 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
     before = await account(bench)
     assert (before["lost"], before["typed_drops"]) == (0, 2)
 
-    back = bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op"
+    back = bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
     for _ in range(2):
         assert await steps.open_lineage(*back, saved) == 1
     row = await jobs.job(bench.state, JOB)
@@ -311,7 +319,7 @@ async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench:
     await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved[2])
     seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
     await fill(seats)
-    back = bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op"
+    back = bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
     assert await steps.open_lineage(*back, saved[1]) == 2
     terms = await account(bench)
     assert (terms["trained"], terms["lost"]) == (saved[1]["counts"]["trained"], 0)
@@ -348,7 +356,9 @@ async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(benc
     assert [group.prompt for group in again] == [5, 4, 6, 7, 8, 9]
     assert again[0].group > 1000
     with pytest.raises(Refused, match="covered"):
-        await steps.open_lineage(bench.state, JOB, TRAINER, seats.trainer, 1, "m0.1", "c1", "op")
+        await steps.open_lineage(
+            bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
+        )
     for group in again:
         await seats.finish(group)
     await seats.commit(3, await seats.leased(3), lineage=1)

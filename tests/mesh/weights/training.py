@@ -193,8 +193,8 @@ class TrainedWeather(Weather):
         for admitted in self._admitted[start : start + GROUPS]:
             content = pack(group(admitted.group))
             digest = await put(self._here, self._bulk, content, "a group", space=bulk.GROUPS)
-            about = admitted.group, digest, len(content), 0, MEMBERS, uuid.uuid4().hex
-            await groups.group_ready(state, JOB, OWNER, self._token, *about)
+            ready = groups.FinishedGroup(admitted.group, digest, len(content), 0, MEMBERS)
+            await groups.group_ready(state, JOB, OWNER, self._token, ready, uuid.uuid4().hex)
 
     async def came(self, holds: Callable[[jobs.JobRow], bool]) -> jobs.JobRow:
         """The job's row, once something holds of it."""

@@ -203,7 +203,9 @@ class ShardBench:
         document = config.document()
         document["bundle"] = {"dir": str(self.root / "bundle"), "digest": "0"}
         await jobs.submit(self.state, JOB, document, str(self.root), "submit")
-        await steps.commit_initial(self.state, JOB, TRAINER, trainer, 0, "m0", "c0")
+        await steps.commit_initial(
+            self.state, JOB, TRAINER, trainer, 0, steps.VersionNames("m0", "c0")
+        )
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
 
     async def _serve_weights(self) -> None:

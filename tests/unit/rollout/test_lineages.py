@@ -86,7 +86,9 @@ class World:
         trainer = await Bench(self.state, None).seat(TRAINER)
         self.seats = Seats(self.state, self.mesh.token, trainer)
         await jobs.submit(self.state, JOB, document(), "", "op")
-        await steps.commit_initial(self.state, JOB, TRAINER, trainer, 0, "m0", "c0")
+        await steps.commit_initial(
+            self.state, JOB, TRAINER, trainer, 0, steps.VersionNames("m0", "c0")
+        )
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
 
     async def train(self, *, lineage: int) -> None:
@@ -97,7 +99,9 @@ class World:
 
     async def go_back(self, version: int) -> None:
         back = (self.state, JOB, TRAINER, self.seats.trainer)
-        await steps.open_lineage(*back, version, f"m0.{version}", "c", f"back to {version}")
+        await steps.open_lineage(
+            *back, version, steps.VersionNames(f"m0.{version}", "c"), f"back to {version}"
+        )
 
     async def turn(self) -> None:
         """One look of the shard at the job, and what comes of it."""

@@ -137,7 +137,9 @@ class StoreBench:
         """Version 0 with its checkpoint."""
         manifest = await self.stage(0, job=job)
         name = await self.save(0, manifest, job)
-        await steps.commit_initial(self.state, job, TRAINER, self.trainer.token, 0, manifest, name)
+        await steps.commit_initial(
+            self.state, job, TRAINER, self.trainer.token, 0, steps.VersionNames(manifest, name)
+        )
         return manifest
 
     async def save(self, step: int, manifest: str, job: str = JOB, lineage: int = 0) -> str:
@@ -152,7 +154,12 @@ class StoreBench:
         """A step that had no groups to train."""
         token = self.trainer.token
         await steps.commit_step(
-            self.state, job, TRAINER, token, lineage, step, [], [], manifest, checkpoint, {}, {}
+            self.state,
+            job,
+            TRAINER,
+            token,
+            lineage,
+            steps.StepCommit(step, [], [], steps.VersionNames(manifest, checkpoint), {}, {}),
         )
 
     async def step(self, version: int, checkpoint: str) -> str:
@@ -179,7 +186,9 @@ class StoreBench:
         token = self.shard.token
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, self.trainer.token, TRAINER)
         [one] = await groups.admit(self.state, JOB, SHARD, token, 1, "admit")
-        await groups.group_ready(self.state, JOB, SHARD, token, one.group, digest, 1, 0, 1, "ready")
+        await groups.group_ready(
+            self.state, JOB, SHARD, token, groups.FinishedGroup(one.group, digest, 1, 0, 1), "ready"
+        )
 
     async def end_groups(self, step: int) -> None:
         """A step takes what is ready, and its checkpoint covers it."""
@@ -196,14 +205,15 @@ class StoreBench:
             TRAINER,
             token,
             0,
-            step,
-            [row.group for row in leased.groups],
-            [],
-            manifest,
-            checkpoint,
-            {},
-            {},
-            covered=step,
+            steps.StepCommit(
+                step,
+                [row.group for row in leased.groups],
+                [],
+                steps.VersionNames(manifest, checkpoint),
+                {},
+                {},
+                covered=step,
+            ),
         )
 
 

@@ -111,7 +111,9 @@ class Copied:
             await self.store.commit(step, manifest, name)
         else:
             token = self.store.trainer.token
-            await steps.commit_initial(self.store.state, JOB, TRAINER, token, 0, manifest, name)
+            await steps.commit_initial(
+                self.store.state, JOB, TRAINER, token, 0, steps.VersionNames(manifest, name)
+            )
         return name
 
     async def look(self) -> None:

@@ -36,7 +36,7 @@ async def committed(state: State, manifest: str) -> None:
     """Redis has a job whose version 0 is this."""
     token = await Bench(state, None).seat(TRAINER)
     await jobs.submit(state, JOB, document(), "/runs/job", uuid.uuid4().hex)
-    await steps.commit_initial(state, JOB, TRAINER, token, 0, manifest, "c0")
+    await steps.commit_initial(state, JOB, TRAINER, token, 0, steps.VersionNames(manifest, "c0"))
 
 
 async def test_a_second_manifest_for_a_committed_version_is_refused(store: Store) -> None:

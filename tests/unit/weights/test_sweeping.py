@@ -122,7 +122,12 @@ def test_the_first_and_the_last_version_wait_for_their_checkpoints(tmp_path: Pat
         await store.clock.sleep(LONG_S)
         await store.save(0, first)
         await steps.commit_initial(
-            store.state, JOB, store.trainer.name, store.trainer.token, 0, first, ""
+            store.state,
+            JOB,
+            store.trainer.name,
+            store.trainer.token,
+            0,
+            steps.VersionNames(first, ""),
         )
         for version in range(1, STEPS):
             await store.step(version, "")

@@ -286,8 +286,9 @@ async def test_each_step_after_the_checkpoint_of_a_restored_run_is_seen_once(
         for group in await seats.admit():
             await seats.finish(group)
         taken, manifest = await seats.leased(step), f"m1.{step}"
-        who = (TRAINER, seats.trainer, 1, step, taken, ())
-        await steps.commit_step(state, STEPPED, *who, manifest, "", measured, {"bins": []})
+        names = steps.VersionNames(manifest, "")
+        commit = steps.StepCommit(step, taken, (), names, measured, {"bins": []})
+        await steps.commit_step(state, STEPPED, TRAINER, seats.trainer, 1, commit)
         for _ in range(3):
             shot = await onlooker.look()
             assert [row["step"] for row in onlooker.rows] == list(range(5, step + 1))

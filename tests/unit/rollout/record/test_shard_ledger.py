@@ -45,7 +45,7 @@ class Bench:
     async def admit(self, want: int) -> None:
         """Opens groups 0, 1, ..."""
         state, name, token = self.mesh.state, self.mesh.name, self.mesh.token
-        await steps.commit_initial(state, JOB, name, token, 0, "m0", "c0")
+        await steps.commit_initial(state, JOB, name, token, 0, steps.VersionNames("m0", "c0"))
         await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, token, name)
         opened = await groups.admit(state, JOB, name, token, want, "admit")
         assert [a.group for a in opened] == list(range(want))

@@ -44,7 +44,9 @@ class Bench:
 
     async def record(self, version: int) -> None:
         tag, name, token = f"step-{version}", self.mesh.name, self.mesh.token
-        await jobs.record_evaluation(self.mesh.state, "calc", tag, 0, version, {}, name, token)
+        await jobs.record_evaluation(
+            self.mesh.state, "calc", jobs.Evaluation(tag, 0, version, {}), name, token
+        )
 
     async def waited(self, version: int) -> float:
         started = self.clock.monotonic()

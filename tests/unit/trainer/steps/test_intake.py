@@ -65,7 +65,12 @@ class Rollout:
             content = content[::-1] if garbled else content
             digest = await put(self.mesh, self.bulk, content, "group", space=GROUPS)
             await groups.group_ready(
-                state, JOB, SHARD, self.shard, one.group, digest, 1, 0, 2, _operation()
+                state,
+                JOB,
+                SHARD,
+                self.shard,
+                groups.FinishedGroup(one.group, digest, 1, 0, 2),
+                _operation(),
             )
         return [one.group for one in opened]
 
@@ -116,7 +121,9 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
 
 async def _training(state: State, config: JobConfig, trainer: Mesh) -> None:
     await jobs.submit(state, JOB, config.document(), "/runs/job", _operation())
-    await steps.commit_initial(state, JOB, trainer.name, trainer.token, 0, "m0", "c0")
+    await steps.commit_initial(
+        state, JOB, trainer.name, trainer.token, 0, steps.VersionNames("m0", "c0")
+    )
     await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, trainer.token, trainer.name)
 
 

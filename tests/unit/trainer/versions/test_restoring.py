@@ -92,7 +92,9 @@ class Trained:
         name, token = self.checkpoints.name, self.store.trainer.token
         if step == 0:
             trainer = self.store.trainer.name
-            await steps.commit_initial(state, JOB, trainer, token, 0, manifest, name)
+            await steps.commit_initial(
+                state, JOB, trainer, token, 0, steps.VersionNames(manifest, name)
+            )
         else:
             await self.store.commit(step, manifest, name)
         self.names.append(name)
