@@ -14,7 +14,7 @@ from pathlib import Path
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost
-from meshrl.launch import plan
+from meshrl.launch.services import plan
 from tests.load import scaled
 
 LISTENS_S = 60.0

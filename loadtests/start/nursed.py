@@ -13,7 +13,7 @@ from common.mesh.process.forking.birth import NURSERY_ENV
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.nursery import MeshNursery
+from meshrl.launch.services.nursery import MeshNursery
 
 BUDGET = (5, 60.0)
 GRACE_S = 5.0

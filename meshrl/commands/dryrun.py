@@ -6,7 +6,7 @@ from rich.table import Table
 
 from common.job.config import JobConfig
 from meshrl.job.toml_writing import to_toml
-from meshrl.launch import plan
+from meshrl.launch.services import plan
 from meshrl.view.terminal import Console
 
 

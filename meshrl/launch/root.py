@@ -7,7 +7,7 @@ import asyncio
 from common.base.host.settings import MeshSettings
 from common.state.redis.client import State
 from meshrl.launch.holding import Hold
-from meshrl.launch.services import Services
+from meshrl.launch.services.services import Services
 
 
 class RootProcess:

@@ -17,7 +17,7 @@ from meshrl.directory import places, user
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.job.checks.machine import devices
-from meshrl.launch import background, ending, mesh_file, plan
+from meshrl.launch import background, ending, mesh_file
 from meshrl.launch.background import RootProgram
 from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
@@ -25,6 +25,7 @@ from meshrl.launch.foreground import point_to
 from meshrl.launch.head import from_copy, handed_out, invitations
 from meshrl.launch.head.launcher import MeshShape, serve
 from meshrl.launch.holding import DirectoryHeld
+from meshrl.launch.services import plan
 
 NEAR = "tcp://127.0.0.1:*"  # the gateway of a mesh of one host
 INVITATION = "join.token"  # in the mesh's directory

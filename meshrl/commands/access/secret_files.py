@@ -20,7 +20,7 @@ from meshrl.commands.access.tokens import DAY_S
 from meshrl.launch.head import handed_out
 from meshrl.launch.head.handed_out import HandedOut
 from meshrl.launch.head.invitations import write
-from meshrl.launch.redis import material
+from meshrl.launch.redis.access import material
 
 REDIS_PORT = 6379
 JOIN, SUBMIT, REDIS = "join.token", "submit.token", "redis"

@@ -13,7 +13,7 @@ from common.base.errors import ConfigError
 from common.base.host.ports import ANY, ANYWHERE, Taken, bare, ports, refused, shown
 from common.base.host.settings import OFF
 from meshrl.job.loaded import JobFile
-from meshrl.launch import plan
+from meshrl.launch.services import plan
 
 
 def bind(job: JobFile) -> None:

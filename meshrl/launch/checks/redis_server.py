@@ -8,7 +8,7 @@ from common.base.errors import ConfigError, StateUnavailable
 from common.state.redis import embedded
 from common.state.redis.client import State
 from meshrl.job.loaded import JobFile
-from meshrl.launch.redis.network import far_url
+from meshrl.launch.redis.access.network import far_url
 from meshrl.launch.redis.serving import server_for
 
 CONNECT_S = 2.5  # a server in another country answers in less

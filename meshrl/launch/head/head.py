@@ -17,7 +17,7 @@ from common.base.host.settings import MeshSettings, new_host
 from common.mesh.access.hosts import AdmittedHost
 from common.mesh.access.owner import PERSON, Owner, owner
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.redis.network import Network
+from meshrl.launch.redis.access.network import Network
 from meshrl.launch.redis.serving import RedisAddresses
 
 SHARED = ("stall_s", "encrypt")  # settings that all hosts have alike

@@ -41,7 +41,6 @@ from common.state.server.rollback import JobMark
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.kept import KeptDocument, keep
 from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.launch import plan
 from meshrl.launch.foreground import AGAIN, ENDED, begun
 from meshrl.launch.head import from_copy, trimming
 from meshrl.launch.head.admitting import Admitting
@@ -52,7 +51,8 @@ from meshrl.launch.outward.outward import outward
 from meshrl.launch.redis.server import MeshRedis
 from meshrl.launch.redis.serving import RedisAddresses
 from meshrl.launch.root import RootProcess
-from meshrl.launch.services import BUDGET, GRACE_S, Services
+from meshrl.launch.services import plan
+from meshrl.launch.services.services import BUDGET, GRACE_S, Services
 
 T = TypeVar("T")
 

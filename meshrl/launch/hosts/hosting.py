@@ -40,14 +40,14 @@ from common.state.pool.placing import taking
 from common.state.redis.client import State, refusal_behind
 from common.state.redis.keys import MESH
 from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.launch import plan
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, ENDED, ERRORS, NEVER, begun, ended_with
 from meshrl.launch.holding import Hold, interruptible
 from meshrl.launch.hosts import membership, notice
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.root import RootProcess
-from meshrl.launch.services import Services
+from meshrl.launch.services import plan
+from meshrl.launch.services.services import Services
 
 ROLE = "node"  # as whom the root process itself asks Redis
 ADMITTED = f"{MESH}:admitted"  # hosts that may belong to the mesh

@@ -24,7 +24,7 @@ from meshrl.directory.liveness import running_launcher
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace
 from meshrl.job.checks.machine import devices
-from meshrl.launch import background, plan
+from meshrl.launch import background
 from meshrl.launch.background import RootProgram
 from meshrl.launch.checks import addresses
 from meshrl.launch.console import console
@@ -35,6 +35,7 @@ from meshrl.launch.hosts.hosting import HostShape
 from meshrl.launch.hosts.membership import Membership
 from meshrl.launch.hosts.returning import GIB, MARKETS, MB, Offer, as_told
 from meshrl.launch.hosts.told import authority_in, keep, shared
+from meshrl.launch.services import plan
 
 T = TypeVar("T")
 

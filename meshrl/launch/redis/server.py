@@ -32,12 +32,13 @@ from common.state.redis.client import State
 from common.state.server import rollback
 from common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.redis import guard, strangers
+from meshrl.launch.redis import guard
+from meshrl.launch.redis.access import strangers
+from meshrl.launch.redis.access.network import Network, far_url
+from meshrl.launch.redis.access.users import HostUsers
 from meshrl.launch.redis.aside import complaint, rename
-from meshrl.launch.redis.network import Network, far_url
 from meshrl.launch.redis.progress import RedisProgress
 from meshrl.launch.redis.serving import RedisAddresses, RedisListening
-from meshrl.launch.redis.users import HostUsers
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
 NOTE_S = 4.0  # for one look at how far it has come

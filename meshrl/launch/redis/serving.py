@@ -15,8 +15,8 @@ from common.state.redis import embedded
 from common.state.redis.embedded import EmbeddedServer, Listening
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
-from meshrl.launch.redis.network import Network, is_local, is_taken
-from meshrl.launch.redis.users import HostUsers
+from meshrl.launch.redis.access.network import Network, is_local, is_taken
+from meshrl.launch.redis.access.users import HostUsers
 
 PROBE_S = 10.0  # for a server to say whether it can do TLS: it takes milliseconds
 

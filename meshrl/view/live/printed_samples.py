@@ -12,7 +12,7 @@ from rich.text import Text
 
 from common.base.errors import NotFound
 from common.base.host.terminal import visible
-from meshrl.view.recording.samples import (
+from meshrl.view.history.samples import (
     Sample,
     chosen,
     come,

@@ -46,8 +46,8 @@ from meshrl.view.recording.recorded import (
 )
 from meshrl.view.recording.room import RoomForWrites
 from meshrl.view.recording.running_mesh import RunningMesh
-from meshrl.view.recording.trackers import TRACKING, Trackers
 from meshrl.view.recording.usage import Tally
+from meshrl.view.trackers.trackers import TRACKING, Trackers
 
 T = TypeVar("T")
 

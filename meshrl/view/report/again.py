@@ -8,11 +8,10 @@ from common.base.errors import NotFound
 from common.base.files.lines import whole
 from common.state.events import Event
 from meshrl.directory.places import read_json, shown
-from meshrl.view.history import gangs
+from meshrl.view.history import gangs, samples
 from meshrl.view.history.gangs import TimelineMark
 from meshrl.view.history.news import told, unforeseen
 from meshrl.view.history.run_snapshot import Evaluation, evaluation
-from meshrl.view.recording import samples
 from meshrl.view.recording.evaluations import evaluated
 from meshrl.view.recording.recorded import METRICS, job_of, read_events, thinned
 from meshrl.view.report import figures, png

@@ -19,8 +19,9 @@ from common.state.lifecycle.accounting import WRONG
 from meshrl.directory.exporting import command
 from meshrl.directory.places import write_json
 from meshrl.view.guard import WarningGuard
+from meshrl.view.history import samples
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
-from meshrl.view.recording import audit, samples, summary
+from meshrl.view.recording import audit, summary
 from meshrl.view.recording.recorded import rare_events, read_events, thinned
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.recording.room import RoomForWrites

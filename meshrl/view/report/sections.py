@@ -14,7 +14,7 @@ from meshrl.job.toml_writing import to_toml
 from meshrl.view.history import gangs
 from meshrl.view.history.failures import of_share
 from meshrl.view.history.run_snapshot import Evaluation
-from meshrl.view.recording.samples import Sample, heading, of_evaluations, parts
+from meshrl.view.history.samples import Sample, heading, of_evaluations, parts
 from meshrl.view.report import charts, figures
 from meshrl.view.report.charts import Figure
 

@@ -9,8 +9,8 @@ from common.mesh.process.supervision.ended import EndReport, Reports
 from common.mesh.process.supervision.lease_watch import LeaseWatch
 from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from common.state.redis.client import State
-from meshrl.launch import absolving, plan
-from meshrl.launch.services import BUDGET, GRACE_S
+from meshrl.launch.services import absolving, plan
+from meshrl.launch.services.services import BUDGET, GRACE_S
 from sim.loop import VirtualClock
 from sim.machine import ProcessHost
 from sim.mesh.world.programs import HOST

@@ -18,8 +18,8 @@ from common.state.pool.store.store import write_settings
 from common.state.pool.workers.settings import PoolSettings
 from common.state.redis.client import State
 from common.state.server.rollback import JobMark
-from meshrl.launch import plan
 from meshrl.launch.head.restoring import put_back
+from meshrl.launch.services import plan
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
 from sim.mesh.job.job import JOB, config_of, document_of, runs_of

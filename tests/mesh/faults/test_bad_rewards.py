@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from common.base.files import lines
-from meshrl.view.recording import samples
+from meshrl.view.history import samples
 from tests.mesh.jobs import digits
 from tests.mesh.running import Run
 from tests.unit.docs.test_metric_tables import units

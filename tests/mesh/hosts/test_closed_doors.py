@@ -23,7 +23,7 @@ from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher, MeshShape
-from meshrl.launch.redis import certificate
+from meshrl.launch.redis.access import certificate
 from tests.mesh.hosts.joining import submitted, until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("redis-server")]

@@ -17,7 +17,7 @@ from common.state.pool.store import store as pool
 from meshrl.commands.logs.remote import RemoteLogs
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher, MeshShape
-from meshrl.view.recording import samples
+from meshrl.view.history import samples
 from meshrl.view.trace import writing
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until

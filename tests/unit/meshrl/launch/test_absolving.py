@@ -14,7 +14,7 @@ from common.mesh.process.supervision.ended import Reports
 from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
-from meshrl.launch.absolving import PATIENCE_S, PROGRESS_S, absolved
+from meshrl.launch.services.absolving import PATIENCE_S, PROGRESS_S, absolved
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone

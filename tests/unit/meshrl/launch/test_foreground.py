@@ -30,7 +30,7 @@ from meshrl.directory.places import MeshPlace
 from meshrl.launch.checks import addresses
 from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of
 from meshrl.launch.holding import DirectoryHeld, Hold
-from meshrl.launch.redis.network import Network
+from meshrl.launch.redis.access.network import Network
 
 WITHIN_S = 30.0
 

@@ -20,8 +20,8 @@ from common.mesh.process.handle import Child, start_time
 from common.mesh.process.host import SystemHost
 from common.mesh.process.supervision.supervisor import ChildEnd
 from meshrl.directory.places import MeshPlace
-from meshrl.launch import plan
-from meshrl.launch.nursery import MeshNursery
+from meshrl.launch.services import plan
+from meshrl.launch.services.nursery import MeshNursery
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]

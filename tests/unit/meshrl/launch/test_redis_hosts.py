@@ -37,10 +37,10 @@ from common.state.hosts import doors, rights
 from common.state.redis import embedded
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.redis import certificate
-from meshrl.launch.redis.network import Network
+from meshrl.launch.redis.access import certificate
+from meshrl.launch.redis.access.network import Network
+from meshrl.launch.redis.access.strangers import MOST, too_many
 from meshrl.launch.redis.server import MeshRedis
-from meshrl.launch.redis.strangers import MOST, too_many
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
 

@@ -25,8 +25,9 @@ from common.state.redis import embedded
 from common.state.redis.client import State
 from common.state.registry import Entry
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.redis import guard, material
-from meshrl.launch.redis.network import Network
+from meshrl.launch.redis import guard
+from meshrl.launch.redis.access import material
+from meshrl.launch.redis.access.network import Network
 from meshrl.launch.redis.server import MeshRedis
 from meshrl.launch.redis.serving import can_tls
 from tests.load import scaled

@@ -14,8 +14,8 @@ from common.base.errors import ConfigError
 from common.mesh.access.hosts import AdmittedHost
 from common.state.redis import embedded
 from common.state.redis.embedded import Listening
-from meshrl.launch.redis import certificate
-from meshrl.launch.redis.network import Network, far_url, is_taken
+from meshrl.launch.redis.access import certificate
+from meshrl.launch.redis.access.network import Network, far_url, is_taken
 
 HEAD = AdmittedHost("head-000001", {}, 0.0)
 NOW = datetime.datetime(2026, 11, 23, tzinfo=datetime.UTC)

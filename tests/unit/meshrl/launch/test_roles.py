@@ -6,8 +6,8 @@ import pytest
 
 from common.base.errors import ConfigError
 from common.state.pool.placing.taking import ALL, taken, written
-from meshrl.launch.plan import agent
 from meshrl.launch.roles import HostRole, role
+from meshrl.launch.services.plan import agent
 from services.node.__main__ import parser
 
 

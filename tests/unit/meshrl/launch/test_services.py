@@ -8,7 +8,7 @@ from pathlib import Path
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.services import Services
+from meshrl.launch.services.services import Services
 from tests.load import scaled
 
 

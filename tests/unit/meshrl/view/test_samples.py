@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.view.recording.samples import come, ends, heading, parts, read
+from meshrl.view.history.samples import come, ends, heading, parts, read
 from meshrl.view.report.sections import trajectories
 
 

@@ -23,7 +23,7 @@ from common.state.events import Event
 from meshrl.directory.places import read_json
 from meshrl.job import jobfile
 from meshrl.job.checks.file.extras import wanted_trackers
-from meshrl.view.recording.trackers import (
+from meshrl.view.trackers.trackers import (
     TrackerLimits,
     TrackerProcess,
     TrackerProgress,

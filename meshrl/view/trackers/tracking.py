@@ -1,6 +1,6 @@
 """The process of one tracker: takes a run's figures from its parent and shows them to others.
 
-`python -m meshrl.view.recording.tracking NAME`, started by `trackers.py`, which describes the
+`python -m meshrl.view.trackers.tracking NAME`, started by `trackers.py`, which describes the
 frames. A tracker's package may hang, raise or end the process: nothing else lives here.
 """
 

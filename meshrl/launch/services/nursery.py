@@ -15,7 +15,7 @@ from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
 from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from meshrl.directory.places import MeshPlace
-from meshrl.launch import plan
+from meshrl.launch.services import plan
 
 LISTENS_S = 60.0  # until it has imported everything; without it processes are executed
 LOOK_S = 0.02

@@ -23,7 +23,7 @@ from common.base.errors import MeshError, PeerLost, StorageFull
 from meshrl.directory.places import write_json
 from meshrl.job.checks.file.extras import TRACKERS
 from meshrl.view.guard import WarningGuard
-from meshrl.view.recording import samples
+from meshrl.view.history import samples
 
 if TYPE_CHECKING:
     from common.base.clock import Clock
@@ -233,7 +233,7 @@ class Trackers:
                     "run_dir": str(run_dir),
                     "document": held["document"],
                 }
-                argv = [sys.executable, "-m", "meshrl.view.recording.tracking", name]
+                argv = [sys.executable, "-m", "meshrl.view.trackers.tracking", name]
                 log = run_dir / "mesh/logs" / f"{name}.log"
                 made.append(TrackerProcess(name, argv, about, progress, host, clock, log))
         return cls(made, path)

@@ -55,7 +55,7 @@ class Network:
         port = _port(directory / PORT, host, among)
         if now is None:
             return Listening(host, port)
-        from meshrl.launch.redis import certificate as made
+        from meshrl.launch.redis.access import certificate as made
 
         made.issue(directory, list(dict.fromkeys([self.host, host])), now)
         files = (made.CERTIFICATE, made.KEY, made.AUTHORITY)

@@ -25,8 +25,9 @@ from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hook
 from common.state import registry
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
-from meshrl.launch import absolving, leftovers, plan
-from meshrl.launch.nursery import MeshNursery
+from meshrl.launch import leftovers
+from meshrl.launch.services import absolving, plan
+from meshrl.launch.services.nursery import MeshNursery
 from meshrl.view import storage
 
 BUDGET = (20, 120.0)  # restarts of a service in seconds: faults come every few seconds at worst

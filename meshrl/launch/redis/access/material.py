@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 
 from common.base.files import documents
-from meshrl.launch.redis import certificate
+from meshrl.launch.redis.access import certificate
 
 USERS, URL = "users.acl", "url"
 USER = "mesh"

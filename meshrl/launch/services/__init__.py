@@ -1,0 +1,3 @@
+"""The services of one host and their fork server: planned, started, watched. Open `services.py`
+first.
+"""
