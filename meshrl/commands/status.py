@@ -180,14 +180,6 @@ def stalled(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             print(f"  {doing(entry, now_ms)}" + (f"; its log ends: {last}" if last else ""))
 
 
-def diagnosis(place: MeshPlace) -> tuple[list[Stall], dict[str, int]]:
-    """The stalls of a mesh, and the pids of its processes on this host; it takes a few seconds at
-    most.
-    """
-    found, entries = diagnosed(place)
-    return found, _pids_here(place, entries)
-
-
 def _pids_here(place: MeshPlace, entries: Sequence[Entry]) -> dict[str, int]:
     """Pids of other hosts are of other processes here."""
     own = MeshSettings.from_file(place.settings).host
@@ -195,7 +187,7 @@ def _pids_here(place: MeshPlace, entries: Sequence[Entry]) -> dict[str, int]:
 
 
 def diagnosed(place: MeshPlace) -> tuple[list[Stall], Sequence[Entry]]:
-    """The same with all that its processes say."""
+    """The stalls of a mesh, with all that its processes say; it takes a few seconds at most."""
     full = storage.full([place.root, place.redis])
     here = MeshSettings.from_file(place.settings).host
     try:

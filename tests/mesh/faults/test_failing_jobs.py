@@ -19,7 +19,7 @@ import pytest
 from common.job.bundle import bundle_files
 from common.mesh.process.supervision.ended import ended
 from common.state import events, jobs
-from meshrl.commands.status import diagnosis
+from meshrl.commands.status import diagnosed
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
 from meshrl.launch.head.launcher import Launcher, MeshShape
@@ -70,7 +70,7 @@ async def ends(mesh: Launcher, name: str, within_s: float) -> jobs.JobRow:
             return row
         await asyncio.sleep(0.05)
     said = [(e.kind, e.fields) for e in (await events.read_all(mesh.state))[-20:]]
-    stalls = await asyncio.to_thread(diagnosis, mesh.place)
+    stalls = await asyncio.to_thread(diagnosed, mesh.place)
     raise AssertionError(f"{name} is {row.phase} after {within_s:g} s: {said} {stalls}")
 
 

@@ -17,7 +17,7 @@ from common.mesh.process.handle import start_time
 from common.state import events, jobs, registry
 from common.state.registry import Entry
 from common.state.server.rollback import JobMark
-from meshrl.commands.status import diagnosis
+from meshrl.commands.status import diagnosed
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher, MeshShape
@@ -105,7 +105,7 @@ async def test_a_silent_redis_is_named_and_restarted_with_its_data(mesh: Launche
     (redis,) = [pid for pid, name in mesh.pids.items() if name == "redis"]
     await events.append(mesh.state, "note", {"text": "kept"})
     os.kill(redis, signal.SIGSTOP)
-    (stall,) = (await asyncio.to_thread(diagnosis, mesh.place))[0]
+    (stall,) = (await asyncio.to_thread(diagnosed, mesh.place))[0]
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
     await until(lambda: restarted(mesh, redis))
     assert "note" in {e.kind for e in await events.read_all(mesh.state)}

@@ -13,7 +13,7 @@ import redis
 
 from common.base.host.settings import MeshSettings
 from common.state.redis import embedded
-from meshrl.commands.status import diagnosis
+from meshrl.commands.status import diagnosed
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import Server, running_server
@@ -56,10 +56,10 @@ def test_a_redis_that_takes_no_writes_is_named_in_its_own_words(
     place = MeshPlace(tmp_path)
     place.redis.mkdir(parents=True)
     MeshSettings(redis_url=server.url, run_root=str(tmp_path)).to_file(place.settings)
-    assert diagnosis(place) == ([], {})
+    assert diagnosed(place)[0] == []
     with redis.Redis.from_url(server.url) as client:
         spoil(client, server)
-    ((stall,), _) = diagnosis(place)
+    ((stall,), _) = diagnosed(place)
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
     assert words in stall.reason
     assert asyncio.run(guard.answers(server.url)), "it is not killed for what its disk does"
