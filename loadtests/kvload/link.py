@@ -99,12 +99,9 @@ def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
             cache = HostCache(
                 [nothing],
                 clock,
-                engine.cache_layout,
+                engine,
                 "keep",
-                engine.cache_bytes_per_token,
-                lambda: engine.prefill_tokens_per_s,
                 made.wake.set,
-                engine.keep_all,
                 raised,
                 link,
             )

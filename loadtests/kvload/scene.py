@@ -206,17 +206,8 @@ def scene(
     engine.wake(weights, 0)
     shelf = KVTier("disk", directory / name, BUDGET, clock.wall)
     shelf.files = files = PacedFiles(shelf.files.directory)
-    about = engine.cache_layout, "keep", engine.cache_bytes_per_token
     ready = threading.Event()
-    cache = HostCache(
-        [shelf],
-        clock,
-        *about,
-        lambda: engine.prefill_tokens_per_s,
-        ready.set,
-        engine.keep_all,
-        raised,
-    )
+    cache = HostCache([shelf], clock, engine, "keep", ready.set, raised)
     cache.computing(WEIGHTS)
     cache.writer.flush(LONGEST_S)
     made = Scene(engine, weights, cache, files)

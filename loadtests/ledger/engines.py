@@ -81,8 +81,7 @@ async def serve(mesh: Mesh, phase_s: float) -> None:
         seed=1,
         vocab_size=VOCABULARY,
         max_length=MAX_TOKENS,
-        median_length=LENGTH_MEDIAN,
-        sigma=LENGTH_SIGMA,
+        lengths=(LENGTH_MEDIAN, LENGTH_SIGMA),
     )
     service = EngineService(mesh, engine, lambda action: action())
     await mesh.join(service, stats=lambda: published(service))

@@ -136,8 +136,7 @@ class SimulatedEngine(Unshared):
         *,
         vocab_size: int = 64,
         max_length: int = 32768,
-        median_length: float = 200.0,  # tokens
-        sigma: float = 0.8,  # deviation of the logarithm of the length
+        lengths: tuple[float, float] = (200.0, 0.8),  # median in tokens, deviation of the logarithm
         version: int = 0,
     ) -> None:
         self.version = version
@@ -151,7 +150,7 @@ class SimulatedEngine(Unshared):
         self.tensor_parallel = 1
         self.vocab_size, self.max_length = vocab_size, max_length
         self._clock, self._rate, self._seed = clock, tokens_per_s, seed
-        self._median, self._sigma = median_length, sigma
+        self._median, self._sigma = lengths
         self._logprob = np.float32(-math.log(vocab_size))
         self._slots = _SimulatedSlots(slots)
         self._queue: deque[Request] = deque()

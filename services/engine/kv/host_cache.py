@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,32 +45,47 @@ class _LeftSession:
     adapter: str
 
 
+class CachedEngine(Protocol):
+    """An engine whose keys and values can be copied."""
+
+    @property
+    def cache_layout(self) -> str:
+        """How they lie in copies of its cache."""
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Known tokens computed in a second; 0: unknown."""
+
+    def keep_all(self) -> None:
+        """Offers all that it has."""
+
+
 class HostCache:
-    """What an engine of `layout` keeps on shelves, the nearest first. `keep`: caches of other
-    versions than the loaded one are of use. `prefill_tokens_per_s` is the engine's, 0: unknown.
+    """What an engine keeps on shelves, the nearest first. `policy` keep: caches of other versions
+    than the loaded one are of use.
     """
 
     def __init__(
         self,
         shelves: Sequence[KVTier],
         clock: Clock,
-        layout: str,
+        engine: CachedEngine,
         policy: str,
-        bytes_per_token: int,
-        prefill_tokens_per_s: Callable[[], float],
         wake: Callable[[], None],
-        keep_all: Callable[[], None],
         failed: Callable[[BaseException], None],
         peers: ChunkSource | None = None,
     ) -> None:
-        """`wake` is called when something has come; `keep_all` offers all that the engine has;
-        `failed` hears of what nobody has thought of; `peers` have what lies on other hosts.
+        """`wake` is called when something has come; `failed` hears of what nobody has thought of;
+        `peers` have what lies on other hosts.
         """
-        self.keep_all = keep_all
-        self._shelves, self._clock = shelves, clock
-        self._layout, self._policy = layout, policy
-        self._bytes_per_token = bytes_per_token
-        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self.keep_all = engine.keep_all
+        self._shelves, self._clock, self._engine = shelves, clock, engine
+        self._layout, self._policy = engine.cache_layout, policy
+        self._bytes_per_token = engine.cache_bytes_per_token
         self._weights = ""  # the manifest of what the engine computes with; empty: unknown
         self._holds: list[int] = []
         self._sessions: OrderedDict[int, _LeftSession] = OrderedDict()
@@ -175,7 +191,7 @@ class HostCache:
         n, origin = len(session.tokens), session.origin
         if self._policy != "keep" or sought.computed or origin.first_sampled >= n:
             return None
-        rate = self._prefill_tokens_per_s()
+        rate = self._engine.prefill_tokens_per_s
         per_byte = max(map(self._per_byte, self._shelves))
         if rate and per_byte * self._bytes_per_token > 1 / rate:
             return None
@@ -189,7 +205,7 @@ class HostCache:
         self.loaded[tier] += tokens
         self.bytes[tier] += size
         self._worth["session" if head.session else "prefix"].was_used()
-        rate = self._prefill_tokens_per_s()
+        rate = self._engine.prefill_tokens_per_s
         self.saved_s += tokens / rate if rate else 0.0
 
     # -- what is kept ----------------------------------------------------------------------------
@@ -216,7 +232,7 @@ class HostCache:
         clock, n = self._clock, len(kept.tokens)
         began = clock.monotonic()
         worth = self._worth["session" if kept.lost else "prefix"]
-        rate = self._prefill_tokens_per_s()
+        rate = self._engine.prefill_tokens_per_s
         for index in reversed(range(len(names))):
             name, start = names[index], index * CHUNK
             end = min(start + CHUNK, n)

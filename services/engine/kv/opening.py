@@ -89,12 +89,9 @@ async def host_cache(
     cache = HostCache(
         shelves,
         mesh.clock,
-        engine.cache_layout,
+        engine,
         limits.kv_on_update,
-        engine.cache_bytes_per_token,
-        lambda: engine.prefill_tokens_per_s,
         wake,
-        engine.keep_all,
         lambda error: mesh.host.exit(70, f"keys and values: {error!r}", error),
         Peers(mesh, job, asyncio.get_running_loop()) if kv.peers else None,
     )

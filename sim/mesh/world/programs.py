@@ -157,7 +157,7 @@ class Surroundings:
             limits.slots,
             TOKENS_PER_S * seat.ranks,
             max_length=limits.max_tokens,
-            median_length=MEDIAN_TOKENS,
+            lengths=(MEDIAN_TOKENS, 0.8),
             version=-1,
         )
         engine.tensor_parallel = seat.ranks

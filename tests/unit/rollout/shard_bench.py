@@ -236,7 +236,7 @@ class ShardBench:
 
     async def _add_engine(self, number: int) -> None:
         engine = SimulatedEngine(
-            self.clock, SLOTS, TOKENS_PER_S, median_length=20.0, max_length=200, version=0
+            self.clock, SLOTS, TOKENS_PER_S, lengths=(20.0, 0.8), max_length=200, version=0
         )
         mesh = self._mesh(f"engine/g{number}")
         service = EngineService(mesh, engine, lambda action: action())

@@ -45,7 +45,7 @@ def test_a_slot_that_came_free_between_two_steps_was_used_from_then_on() -> None
 
 
 def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
-    _, listener = simulated(slots=2000, rate=100.0, median_length=50.0, sigma=0.7)
+    _, listener = simulated(slots=2000, rate=100.0, lengths=(50.0, 0.7))
     requests = [request(i, max_new=5000, stop_ids=(3,)) for i in range(2000)]
     clock_of(listener.engine).pass_(0)
     listener.engine.submit(requests)
@@ -60,7 +60,7 @@ def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
 
 
 def test_a_length_that_does_not_fit_is_cut() -> None:
-    _, listener = simulated(median_length=100.0)
+    _, listener = simulated(lengths=(100.0, 0.8))
     heard = listener.run(*(request(i, max_new=5, stop_ids=(3,)) for i in range(20)))
     assert all(len(h.tokens) <= 5 for h in heard.values())
     assert sum(h.finish == [Finish.LENGTH] for h in heard.values()) > 15
@@ -87,7 +87,7 @@ def test_the_same_request_resubmitted_later_goes_on_with_the_same_tokens() -> No
 
 def test_two_runs_with_one_seed_are_the_same() -> None:
     def run(seed: int) -> list[list[int]]:
-        heard = simulated(seed=seed, median_length=8)[1].run(
+        heard = simulated(seed=seed, lengths=(8.0, 0.8))[1].run(
             *(request(i, stop_ids=(1,)) for i in range(9))
         )
         return [h.tokens for h in heard.values()]
@@ -112,7 +112,7 @@ def test_tokens_of_two_versions_in_one_flush_say_which_is_which() -> None:
 
 def test_no_token_but_the_last_is_a_stop_token_whatever_the_vocabulary() -> None:
     stops = (0, 5, VOCAB - 1)
-    _, listener = simulated(median_length=60.0)
+    _, listener = simulated(lengths=(60.0, 0.8))
     heard = listener.run(*(request(i, max_new=500, stop_ids=stops) for i in range(30)))
     seen = {token for h in heard.values() for token in h.tokens[:-1]}
     assert seen == set(range(VOCAB)) - set(stops)

@@ -220,9 +220,7 @@ class Listener:
         return self.heard
 
 
-def simulated(
-    slots: int = 4, rate: float = 40.0, **more: float
-) -> tuple[SimulatedEngine, Listener]:
+def simulated(slots: int = 4, rate: float = 40.0, **more: Any) -> tuple[SimulatedEngine, Listener]:
     clock = StandingClock()
-    engine = SimulatedEngine(clock, slots, rate, vocab_size=VOCAB, **more)  # type: ignore[arg-type]
+    engine = SimulatedEngine(clock, slots, rate, vocab_size=VOCAB, **more)
     return engine, Listener(engine, lambda: clock.pass_(1 / rate))

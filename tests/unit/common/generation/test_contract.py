@@ -46,7 +46,7 @@ def build(kind: str, slots: int = 4, max_length: int = 128) -> Listener:
         return Listener(served.engine(slots, max_length))
     if kind != "simulated":
         return Listener(built_in(kind, slots, max_length))
-    return simulated(slots, max_length=max_length, median_length=12)[1]
+    return simulated(slots, max_length=max_length, lengths=(12.0, 0.8))[1]
 
 
 @pytest.fixture(autouse=True)

@@ -35,17 +35,7 @@ def cached(
     clock = SystemClock()
     engine = built_in(path, slots, LENGTH, clock=clock, kv_on_update=policy, **more)
     shelf = KVTier("disk", directory, budget, clock.wall)
-    cache = HostCache(
-        [shelf],
-        clock,
-        engine.cache_layout,
-        policy,
-        engine.cache_bytes_per_token,
-        lambda: engine.prefill_tokens_per_s,
-        lambda: None,
-        engine.keep_all,
-        raised,
-    )
+    cache = HostCache([shelf], clock, engine, policy, lambda: None, raised)
     engine.prefixes = cache
     cache.computing(weights)
     try:

@@ -35,6 +35,15 @@ NAMES = dict(enumerate(names_of(DOMAIN, np.arange(128 * 12))))
 CONTENT = np.arange(70_000, dtype=np.uint32).view(np.uint8)
 
 
+class Cached:
+    """The cache of an engine that computes nothing."""
+
+    cache_layout, cache_bytes_per_token, prefill_tokens_per_s = "layout", 100, 0.0
+
+    def keep_all(self) -> None:
+        """There is nothing."""
+
+
 @asynccontextmanager
 async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, KVTier, EngineService]]:
     """What one host asks, and the shelf and the engine of the other."""
@@ -44,8 +53,7 @@ async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, KVTier, Engine
     shelf = KVTier("memory", tmp_path / "kv", 64 << 20, clock.wall)
     engine = SimulatedEngine(clock, 4)
     service = EngineService(there, engine, lambda action: action())
-    about = clock, "layout", "keep", 100, lambda: 0.0, lambda: None, lambda: None, raised
-    cache = HostCache([shelf], *about)
+    cache = HostCache([shelf], clock, Cached(), "keep", lambda: None, raised)
     service.use(cache)
     bulk = serve(there, cache.shelved, takes=False)
     here.start()
