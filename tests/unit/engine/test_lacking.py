@@ -19,6 +19,7 @@ from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import fresh_learner
 from services.trainer.ranks.rank import Rank
 from services.trainer.versions.publishing import VersionIdentity
+from tests.stories import story_on
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import job
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
@@ -64,16 +65,14 @@ def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(tmp_path
     on_store(tmp_path, story)
 
 
-def test_a_version_that_the_job_has_gone_on_from_is_not_waited_for(tmp_path: Path) -> None:
-    async def story(bench: StoreBench) -> None:
-        await bench.submit()
-        newest = await bench.begin()
-        engine = bench.mesh("engine/g0", "engine")
-        await engine.join(None)
-        versions = Versions(engine, JOB)
-        await looks(bench, versions, 2 * PATIENCE_S)  # nobody could write that one again
-        image = await versions.received(newest)
-        assert image is not None and JOB in image.tensors
-        await engine.leave()
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_a_version_that_the_job_has_gone_on_from_is_not_waited_for(bench: StoreBench) -> None:
+    await bench.submit()
+    newest = await bench.begin()
+    engine = bench.mesh("engine/g0", "engine")
+    await engine.join(None)
+    versions = Versions(engine, JOB)
+    await looks(bench, versions, 2 * PATIENCE_S)  # nobody could write that one again
+    image = await versions.received(newest)
+    assert image is not None and JOB in image.tensors
+    await engine.leave()

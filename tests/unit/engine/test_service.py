@@ -15,15 +15,14 @@ from common.api.engine import Engine
 from common.base.errors import Damaged, Fenced, Refused
 from common.generation.contract import Quarantined, Request
 from services.engine.weights.loaded import AdapterVersion
+from tests.stories import story_on
 from tests.unit.rollout.routing.test_router import Bench, on_bench
 
 
-def test_a_request_that_the_engine_cannot_serve_ends_as_aborted() -> None:
-    async def story(bench: Bench) -> None:
-        bench.engine.commands.give(lambda: bench.engine.admit([impossible()], []))
-        await bench.generate(0)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_request_that_the_engine_cannot_serve_ends_as_aborted(bench: Bench) -> None:
+    bench.engine.commands.give(lambda: bench.engine.admit([impossible()], []))
+    await bench.generate(0)
 
 
 def impossible() -> Request:
@@ -34,60 +33,58 @@ def wish(tier: str, epoch: int) -> Settle:
     return Settle(tier, epoch, turns=False, segments="", files="")
 
 
-def test_an_engine_that_sleeps_keeps_its_requests_and_goes_on_with_new_weights() -> None:
-    async def story(bench: Bench) -> None:
-        engine, service = bench.rollout.ref("engine/g0"), bench.engine
-        await service.weights.swap({}, 1, "first")
-        for number, tier in enumerate(("memory", "disk")):
-            turn = bench.begin(number)
-            await bench.clock.sleep(0.05)
-            held = await engine.call(Engine.settle, wish(tier, 2 * number + 1))
-            assert (held.accelerator, held.memory, held.disk) == (0, 0, 0)
-            await bench.clock.sleep(5.0)
-            assert not turn.done() and service.weights.asleep and service.tiers.tier == tier
-            waking = asyncio.create_task(
-                engine.call(Engine.settle, wish("accelerator", 2 * number + 2))
-            )
-            await bench.clock.sleep(1.0)
-            assert not waking.done(), "it has no weights yet"
-            assert (
-                service.weights.manifest == "" and service.weights.changed.is_set()
-            )  # `follow` fetches them now
-            await service.weights.swap({}, 3 + number, "third")
-            await waking
-            assert service.engine.version == 3 + number
-            await turn
-
-    on_bench(story)
-
-
-def test_weights_that_come_while_it_falls_asleep_are_left_alone() -> None:
-    async def story(bench: Bench) -> None:
-        engine, service = bench.rollout.ref("engine/g0"), bench.engine
-        await service.weights.swap({}, 1, "first")
-        await engine.call(Engine.settle, wish("memory", 1))
-        await service.weights.swap({}, 2, "second")
-        assert (service.engine.version, service.weights.manifest) == (1, "")
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_an_engine_that_sleeps_keeps_its_requests_and_goes_on_with_new_weights(
+    bench: Bench,
+) -> None:
+    engine, service = bench.rollout.ref("engine/g0"), bench.engine
+    await service.weights.swap({}, 1, "first")
+    for number, tier in enumerate(("memory", "disk")):
+        turn = bench.begin(number)
+        await bench.clock.sleep(0.05)
+        held = await engine.call(Engine.settle, wish(tier, 2 * number + 1))
+        assert (held.accelerator, held.memory, held.disk) == (0, 0, 0)
+        await bench.clock.sleep(5.0)
+        assert not turn.done() and service.weights.asleep and service.tiers.tier == tier
+        waking = asyncio.create_task(
+            engine.call(Engine.settle, wish("accelerator", 2 * number + 2))
+        )
+        await bench.clock.sleep(1.0)
+        assert not waking.done(), "it has no weights yet"
+        assert (
+            service.weights.manifest == "" and service.weights.changed.is_set()
+        )  # `follow` fetches them now
+        await service.weights.swap({}, 3 + number, "third")
+        await waking
+        assert service.engine.version == 3 + number
+        await turn
 
 
-def test_a_wish_of_an_older_epoch_is_refused_and_the_same_one_changes_nothing() -> None:
-    async def story(bench: Bench) -> None:
-        engine = bench.rollout.ref("engine/g0")
-        for _ in range(2):
-            await engine.call(Engine.settle, wish("memory", 4))
-        with pytest.raises(Fenced, match="epoch 3"):
-            await engine.call(Engine.settle, wish("accelerator", 3))
-        with pytest.raises(Fenced):
-            await engine.call(Engine.settle, wish("disk", 4))
-        told = bench.engine.tiers.stats()
-        assert (told["epoch"], told["tier"]) == (4, "memory")
-        assert told["sleep_s"] >= 0 and "wake_s" not in told
-        with pytest.raises(Refused, match="no tier 'attic'"):
-            await engine.call(Engine.settle, wish("attic", 5))
+@story_on(on_bench)
+async def test_weights_that_come_while_it_falls_asleep_are_left_alone(bench: Bench) -> None:
+    engine, service = bench.rollout.ref("engine/g0"), bench.engine
+    await service.weights.swap({}, 1, "first")
+    await engine.call(Engine.settle, wish("memory", 1))
+    await service.weights.swap({}, 2, "second")
+    assert (service.engine.version, service.weights.manifest) == (1, "")
 
-    on_bench(story)
+
+@story_on(on_bench)
+async def test_a_wish_of_an_older_epoch_is_refused_and_the_same_one_changes_nothing(
+    bench: Bench,
+) -> None:
+    engine = bench.rollout.ref("engine/g0")
+    for _ in range(2):
+        await engine.call(Engine.settle, wish("memory", 4))
+    with pytest.raises(Fenced, match="epoch 3"):
+        await engine.call(Engine.settle, wish("accelerator", 3))
+    with pytest.raises(Fenced):
+        await engine.call(Engine.settle, wish("disk", 4))
+    told = bench.engine.tiers.stats()
+    assert (told["epoch"], told["tier"]) == (4, "memory")
+    assert told["sleep_s"] >= 0 and "wake_s" not in told
+    with pytest.raises(Refused, match="no tier 'attic'"):
+        await engine.call(Engine.settle, wish("attic", 5))
 
 
 class Torn(Mapping[str, Tensor]):
@@ -103,94 +100,90 @@ class Torn(Mapping[str, Tensor]):
         return 1
 
 
-def test_shards_hear_of_an_engine_in_quarantine_and_go_on_when_it_is_whole() -> None:
-    async def story(bench: Bench) -> None:
-        service = bench.engine
+@story_on(on_bench)
+async def test_shards_hear_of_an_engine_in_quarantine_and_go_on_when_it_is_whole(
+    bench: Bench,
+) -> None:
+    service = bench.engine
+    await service.weights.swap({}, 1, "first")
+    turns = [bench.begin(number) for number in range(3)]
+    await bench.clock.sleep(0.05)
+    with pytest.raises(Quarantined):
+        await service.weights.swap(Torn(), 2, "second")
+    await bench.clock.sleep(5.0)
+    assert (service.engine.version, service.weights.manifest) == (-1, "")
+    assert not any(turn.done() for turn in turns) and service.wants == ""
+    assert bench.router.links["engine/g0"].load.version == -1
+    await service.weights.swap({}, 2, "second")
+    await asyncio.gather(*turns)
+    assert bench.router.links["engine/g0"].load.version == 2
+    stats = service.pauses.stats
+    assert stats.applied == 3 and stats.engine_step_ms >= 0
+
+
+@story_on(on_bench)
+async def test_what_comes_while_an_engine_is_in_quarantine_goes_to_another(bench: Bench) -> None:
+    other = await bench.add("engine/g1")
+    for service in (bench.engine, other):
         await service.weights.swap({}, 1, "first")
-        turns = [bench.begin(number) for number in range(3)]
-        await bench.clock.sleep(0.05)
-        with pytest.raises(Quarantined):
-            await service.weights.swap(Torn(), 2, "second")
-        await bench.clock.sleep(5.0)
-        assert (service.engine.version, service.weights.manifest) == (-1, "")
-        assert not any(turn.done() for turn in turns) and service.wants == ""
-        assert bench.router.links["engine/g0"].load.version == -1
-        await service.weights.swap({}, 2, "second")
-        await asyncio.gather(*turns)
-        assert bench.router.links["engine/g0"].load.version == 2
-        stats = service.pauses.stats
-        assert stats.applied == 3 and stats.engine_step_ms >= 0
-
-    on_bench(story)
-
-
-def test_what_comes_while_an_engine_is_in_quarantine_goes_to_another() -> None:
-    async def story(bench: Bench) -> None:
-        other = await bench.add("engine/g1")
-        for service in (bench.engine, other):
-            await service.weights.swap({}, 1, "first")
-        await bench.clock.sleep(1.0)
-        with pytest.raises(Quarantined):
-            await bench.engine.weights.swap(Torn(), 2, "second")
-        await bench.clock.sleep(0.5)
-        await asyncio.gather(*(bench.begin(number) for number in range(6)))
-        assert other.engine.tokens_generated >= 6 * 20 and not bench.engine.engine.tokens_generated
-
-    on_bench(story)
+    await bench.clock.sleep(1.0)
+    with pytest.raises(Quarantined):
+        await bench.engine.weights.swap(Torn(), 2, "second")
+    await bench.clock.sleep(0.5)
+    await asyncio.gather(*(bench.begin(number) for number in range(6)))
+    assert other.engine.tokens_generated >= 6 * 20 and not bench.engine.engine.tokens_generated
 
 
 def adapter_of(version: int, model: dict[str, Tensor] | None = None) -> AdapterVersion:
     return AdapterVersion("other", version, {}, 0.5, "base", 0, model)
 
 
-def test_adapters_lie_beside_their_base_and_what_ran_with_other_weights_begins_anew() -> None:
-    async def story(bench: Bench) -> None:
-        service = bench.engine
-        await service.weights.swap({}, 1, "merged")
-        merged = [bench.begin(number) for number in range(3)]
-        await bench.clock.sleep(0.05)
-        assert not service.weights.has_base("base")
-        await service.weights.put_adapter(adapter_of(2, {}), "second", 0)
-        assert service.weights.has_base("base") and (
-            service.weights.version,
-            service.weights.manifest,
-        ) == (2, "second")
-        for turn in await asyncio.gather(*merged):
-            versions = turn.versions[3 : turn.length].tolist()
-            assert set(versions) <= {1, 2} and versions == sorted(versions) and versions[-1] == 2
-        assert bench.router.links["engine/g0"].load.version == 2
-        beside = bench.begin(5)
-        await bench.clock.sleep(0.05)
-        await service.weights.put_adapter(adapter_of(3), "third", 0)
-        versions = (await beside).versions[3:].tolist()
-        assert set(versions) <= {2, 3} and service.engine.version == 0
-        await service.weights.swap({}, 4, "merged again")
-        assert (service.weights.version, service.weights.base) == (
-            4,
-            "",
-        ) and not service.engine.adapters
-        turn = await bench.generate(6)
-        assert set(turn.versions[3 : turn.length].tolist()) == {4}
+@story_on(on_bench)
+async def test_adapters_lie_beside_their_base_and_what_ran_with_other_weights_begins_anew(
+    bench: Bench,
+) -> None:
+    service = bench.engine
+    await service.weights.swap({}, 1, "merged")
+    merged = [bench.begin(number) for number in range(3)]
+    await bench.clock.sleep(0.05)
+    assert not service.weights.has_base("base")
+    await service.weights.put_adapter(adapter_of(2, {}), "second", 0)
+    assert service.weights.has_base("base") and (
+        service.weights.version,
+        service.weights.manifest,
+    ) == (2, "second")
+    for turn in await asyncio.gather(*merged):
+        versions = turn.versions[3 : turn.length].tolist()
+        assert set(versions) <= {1, 2} and versions == sorted(versions) and versions[-1] == 2
+    assert bench.router.links["engine/g0"].load.version == 2
+    beside = bench.begin(5)
+    await bench.clock.sleep(0.05)
+    await service.weights.put_adapter(adapter_of(3), "third", 0)
+    versions = (await beside).versions[3:].tolist()
+    assert set(versions) <= {2, 3} and service.engine.version == 0
+    await service.weights.swap({}, 4, "merged again")
+    assert (service.weights.version, service.weights.base) == (
+        4,
+        "",
+    ) and not service.engine.adapters
+    turn = await bench.generate(6)
+    assert set(turn.versions[3 : turn.length].tolist()) == {4}
 
-    on_bench(story)
 
-
-def test_an_engine_that_wakes_wants_the_base_of_its_adapters_again() -> None:
-    async def story(bench: Bench) -> None:
-        engine, service = bench.rollout.ref("engine/g0"), bench.engine
-        await service.weights.put_adapter(adapter_of(2, {}), "second", 0)
-        turn = bench.begin(1)
-        await bench.clock.sleep(0.05)
-        await engine.call(Engine.settle, wish("memory", 1))
-        waking = asyncio.create_task(engine.call(Engine.settle, wish("accelerator", 2)))
-        await bench.clock.sleep(1.0)
-        assert not service.weights.has_base("base") and not waking.done()
-        await service.weights.put_adapter(adapter_of(3, {}), "third", 0)
-        await waking
-        versions = (await turn).versions[3:].tolist()
-        assert set(versions) <= {2, 3} and service.weights.version == 3
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_an_engine_that_wakes_wants_the_base_of_its_adapters_again(bench: Bench) -> None:
+    engine, service = bench.rollout.ref("engine/g0"), bench.engine
+    await service.weights.put_adapter(adapter_of(2, {}), "second", 0)
+    turn = bench.begin(1)
+    await bench.clock.sleep(0.05)
+    await engine.call(Engine.settle, wish("memory", 1))
+    waking = asyncio.create_task(engine.call(Engine.settle, wish("accelerator", 2)))
+    await bench.clock.sleep(1.0)
+    assert not service.weights.has_base("base") and not waking.done()
+    await service.weights.put_adapter(adapter_of(3, {}), "third", 0)
+    await waking
+    versions = (await turn).versions[3:].tolist()
+    assert set(versions) <= {2, 3} and service.weights.version == 3
 
 
 class Unfit(Mapping[str, Tensor]):
@@ -207,24 +200,22 @@ class Unfit(Mapping[str, Tensor]):
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_base_whose_adapters_are_refused_answers_nobody(merged: bool) -> None:
-    async def story(bench: Bench) -> None:
-        service = bench.engine
-        if merged:
-            await service.weights.swap({}, 1, "merged")
-        refused = replace(adapter_of(2, {}), tensors=Unfit())
-        with pytest.raises(Quarantined):
-            await service.weights.put_adapter(refused, "second", 0)
-        turns = [bench.begin(number) for number in range(3)]
-        await bench.clock.sleep(5.0)
-        assert (service.engine.version, service.weights.version, service.weights.manifest) == (
-            -1,
-            -1,
-            "",
-        )
-        assert not any(turn.done() for turn in turns) and not service.weights.has_base("base")
-        await service.weights.put_adapter(adapter_of(3, {}), "third", 0)
-        for turn in await asyncio.gather(*turns):
-            assert set(turn.versions[3 : turn.length].tolist()) == {3}
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_base_whose_adapters_are_refused_answers_nobody(bench: Bench, merged: bool) -> None:
+    service = bench.engine
+    if merged:
+        await service.weights.swap({}, 1, "merged")
+    refused = replace(adapter_of(2, {}), tensors=Unfit())
+    with pytest.raises(Quarantined):
+        await service.weights.put_adapter(refused, "second", 0)
+    turns = [bench.begin(number) for number in range(3)]
+    await bench.clock.sleep(5.0)
+    assert (service.engine.version, service.weights.version, service.weights.manifest) == (
+        -1,
+        -1,
+        "",
+    )
+    assert not any(turn.done() for turn in turns) and not service.weights.has_base("base")
+    await service.weights.put_adapter(adapter_of(3, {}), "third", 0)
+    for turn in await asyncio.gather(*turns):
+        assert set(turn.versions[3 : turn.length].tolist()) == {3}

@@ -130,17 +130,19 @@ class TrivialSandbox(Actor):
 class WatchedRunner(TrajectoryRunner):
     """Its trajectories may be interrupted at any await."""
 
+    interruption = Interruption()
+
     async def run(self, t: Any, row: dict[str, Any]) -> None:
-        await WatchedJob.interruption.watch(super().run(t, row))
+        await self.interruption.watch(super().run(t, row))
 
 
 class WatchedJob(ShardJob):
-    """Its groups may be interrupted at any await."""
+    """Its groups and trajectories may be interrupted at any await."""
 
-    interruption = Interruption()
+    runner: WatchedRunner
 
     async def _group(self, *which: Any) -> None:
-        await self.interruption.watch(super()._group(*which))
+        await self.runner.interruption.watch(super()._group(*which))
 
 
 class ShardBench:

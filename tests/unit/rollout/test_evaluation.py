@@ -23,6 +23,7 @@ from services.rollout.job import ShardJob
 from services.rollout.samples import Samples
 from services.rollout.trajectories.trajectory import Ending, Trajectory
 from services.rollout.trajectories.transcript import Transcript
+from tests.stories import story_on
 from tests.unit.rollout.test_lineages import EVERY, World, in_world
 
 VERSION, LINEAGE = 4, 1
@@ -156,22 +157,20 @@ class AwayFor(State):
         return await super().run(script, keys, *args)
 
 
-def test_nothing_is_sampled_again_because_redis_was_away_for_the_result() -> None:
-    async def story(world: World) -> None:
-        world.going.set()
-        for _ in range(EVERY):
-            await world.train(lineage=0)
-        state = AwayFor(world.state.url, world.state.client, world.state._sync)
-        world.mesh.state, state.script = state, "evaluation"
-        await world.turn()
-        await world.clock.sleep(60.0)
-        assert await world.results() == {}
-        state.script = ""
-        await world.clock.sleep(2.0)
-        assert list(await world.results()) == ["step-2"]
-        assert len(world.sessions) == 1
-
-    in_world(story)
+@story_on(in_world)
+async def test_nothing_is_sampled_again_because_redis_was_away_for_the_result(world: World) -> None:
+    world.going.set()
+    for _ in range(EVERY):
+        await world.train(lineage=0)
+    state = AwayFor(world.state.url, world.state.client, world.state._sync)
+    world.mesh.state, state.script = state, "evaluation"
+    await world.turn()
+    await world.clock.sleep(60.0)
+    assert await world.results() == {}
+    state.script = ""
+    await world.clock.sleep(2.0)
+    assert list(await world.results()) == ["step-2"]
+    assert len(world.sessions) == 1
 
 
 async def test_a_figure_that_no_sample_speaks_for_is_left_out(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from services.rollout.rewards.sandboxes import TIMEOUTS
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectories.failures import HUNG_CALLS, TELL_S, Failures, TrajectoryFailed
 from tests.contract.state.state_bench import JOB
+from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 
 RAISES = "ValueError: no (m.py:3 in f())"
@@ -30,104 +31,92 @@ def scoring(status: str, error: str) -> Callable[[RewardCall], CallOutcome]:
     return lambda call: CallOutcome(call.id, status, None, error)
 
 
-def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_their_number(
-    tmp_path: Path,
+@story_on(on_shard, "tmp_path")
+async def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_by_their_number(
+    bench: ShardBench,
 ) -> None:
-    async def story(bench: ShardBench) -> None:
-        bench.sandbox.scores = scoring(RAISED, RAISES)
-        await (await bench.group())
-        await bench.clock.sleep(1.0)
-        (first,) = await told(bench)
-        text = "ValueError: no"
-        assert first == first | {"kind": "reward raised", "text": text, "where": "m.py:3 in f()"}
-        assert (first["job"], first["evaluation"], first["calls"]) == (JOB, False, 0)
-        await (await bench.group())
-        await bench.clock.sleep(TELL_S + 1.0)
-        every = await told(bench)
-        assert len(every) <= 3, "one event of a kind in so many seconds"
-        assert sum(event["count"] for event in every) == 6, "two groups of three"
-
-    on_shard(tmp_path, story)
+    bench.sandbox.scores = scoring(RAISED, RAISES)
+    await (await bench.group())
+    await bench.clock.sleep(1.0)
+    (first,) = await told(bench)
+    text = "ValueError: no"
+    assert first == first | {"kind": "reward raised", "text": text, "where": "m.py:3 in f()"}
+    assert (first["job"], first["evaluation"], first["calls"]) == (JOB, False, 0)
+    await (await bench.group())
+    await bench.clock.sleep(TELL_S + 1.0)
+    every = await told(bench)
+    assert len(every) <= 3, "one event of a kind in so many seconds"
+    assert sum(event["count"] for event in every) == 6, "two groups of three"
 
 
-def test_what_two_tell_at_the_same_time_is_counted_whole(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        failures = bench.job.runner.failures
-        for text in (RAISES, SLEEPS, RAISES):
-            failures.failed(TrajectoryFailed(text, kind="reward raised"))
-            await asyncio.gather(*(failures.tell(last=True) for _ in range(3)))
-        assert sum(event["count"] for event in await told(bench)) == 3
-
-    on_shard(tmp_path, story)
+@story_on(on_shard, "tmp_path")
+async def test_what_two_tell_at_the_same_time_is_counted_whole(bench: ShardBench) -> None:
+    failures = bench.job.runner.failures
+    for text in (RAISES, SLEEPS, RAISES):
+        failures.failed(TrajectoryFailed(text, kind="reward raised"))
+        await asyncio.gather(*(failures.tell(last=True) for _ in range(3)))
+    assert sum(event["count"] for event in await told(bench)) == 3
 
 
-def test_a_kind_that_comes_up_while_others_are_told_is_told_next(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        failures = bench.job.runner.failures
+@story_on(on_shard, "tmp_path")
+async def test_a_kind_that_comes_up_while_others_are_told_is_told_next(bench: ShardBench) -> None:
+    failures = bench.job.runner.failures
+    failures.failed(TrajectoryFailed("one", kind="reward raised"))
+    telling = asyncio.ensure_future(failures.tell(last=True))
+    await asyncio.sleep(0)
+    failures.failed(TrajectoryFailed("two", kind="environment raised"))
+    await telling
+    await failures.tell(last=True)
+    assert [event["text"] for event in await told(bench)] == ["one", "two"]
+
+
+@story_on(on_shard, "tmp_path")
+async def test_a_second_job_of_a_shard_tells_its_own_first_failure(bench: ShardBench) -> None:
+    for failures in (bench.job.runner.failures, Failures(bench.job.mesh, "another")):
         failures.failed(TrajectoryFailed("one", kind="reward raised"))
-        telling = asyncio.ensure_future(failures.tell(last=True))
-        await asyncio.sleep(0)
-        failures.failed(TrajectoryFailed("two", kind="environment raised"))
-        await telling
         await failures.tell(last=True)
-        assert [event["text"] for event in await told(bench)] == ["one", "two"]
-
-    on_shard(tmp_path, story)
+    assert [event["job"] for event in await told(bench)] == [JOB, "another"]
 
 
-def test_a_second_job_of_a_shard_tells_its_own_first_failure(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        for failures in (bench.job.runner.failures, Failures(bench.job.mesh, "another")):
-            failures.failed(TrajectoryFailed("one", kind="reward raised"))
-            await failures.tell(last=True)
-        assert [event["job"] for event in await told(bench)] == [JOB, "another"]
-
-    on_shard(tmp_path, story)
-
-
-def test_a_tool_that_hangs_in_some_trajectories_does_not_end_a_job_that_scores_others(
-    tmp_path: Path,
+@story_on(on_shard, "tmp_path")
+async def test_a_tool_that_hangs_in_some_trajectories_does_not_end_a_job_that_scores_others(
+    bench: ShardBench,
 ) -> None:
-    async def story(bench: ShardBench) -> None:
-        failures = bench.job.runner.failures
-        for _ in range(3 * HUNG_CALLS):
-            failures.gave_up("look", "look timed out", "slow", 10.0, "environment.tool_deadline_s")
-            await bench.clock.sleep(10.0)
-            failures.answered("reward")
-            assert not failures.hopeless
-
-    on_shard(tmp_path, story)
+    failures = bench.job.runner.failures
+    for _ in range(3 * HUNG_CALLS):
+        failures.gave_up("look", "look timed out", "slow", 10.0, "environment.tool_deadline_s")
+        await bench.clock.sleep(10.0)
+        failures.answered("reward")
+        assert not failures.hopeless
 
 
-def test_a_reward_that_hangs_is_told_before_a_trajectory_has_failed(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
-        bench.sandbox.scores_most = 1
-        await (await bench.group())
+@story_on(on_shard, "tmp_path")
+async def test_a_reward_that_hangs_is_told_before_a_trajectory_has_failed(
+    bench: ShardBench,
+) -> None:
+    bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
+    bench.sandbox.scores_most = 1
+    await (await bench.group())
+    await bench.clock.sleep(1.0)
+    (first,) = await told(bench)
+    assert (first["kind"], first["where"]) == ("reward timed out", "m.py:7 in g()")
+    assert (first["count"], first["calls"]) == (0, 1)
+    assert first["fix"] == "make it finish, or raise reward.deadline_s"
+
+
+@story_on(on_shard, "tmp_path")
+async def test_a_job_whose_reward_always_hangs_ends_by_name_long_before_its_groups_are_through(
+    bench: ShardBench,
+) -> None:
+    bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
+    bench.sandbox.takes_s = 10.0
+    began = bench.clock.monotonic()
+    for _ in range(-(-HUNG_CALLS // (3 * TIMEOUTS)) + 2):
+        await bench.group()
+    while (row := await jobs.job(bench.state, JOB)).phase != jobs.Phase.FAILED:
         await bench.clock.sleep(1.0)
-        (first,) = await told(bench)
-        assert (first["kind"], first["where"]) == ("reward timed out", "m.py:7 in g()")
-        assert (first["count"], first["calls"]) == (0, 1)
-        assert first["fix"] == "make it finish, or raise reward.deadline_s"
-
-    on_shard(tmp_path, story)
-
-
-def test_a_job_whose_reward_always_hangs_ends_by_name_long_before_its_groups_are_through(
-    tmp_path: Path,
-) -> None:
-    async def story(bench: ShardBench) -> None:
-        bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
-        bench.sandbox.takes_s = 10.0
-        began = bench.clock.monotonic()
-        for _ in range(-(-HUNG_CALLS // (3 * TIMEOUTS)) + 2):
-            await bench.group()
-        while (row := await jobs.job(bench.state, JOB)).phase != jobs.Phase.FAILED:
-            await bench.clock.sleep(1.0)
-        assert "none of the last" in row.error and SLEEPS in row.error
-        assert bench.clock.monotonic() - began < 200.0
-
-    on_shard(tmp_path, story)
+    assert "none of the last" in row.error and SLEEPS in row.error
+    assert bench.clock.monotonic() - began < 200.0
 
 
 def test_a_place_is_the_authors_line_and_not_the_librarys(tmp_path: Path) -> None:
@@ -148,28 +137,24 @@ def test_a_place_is_the_authors_line_and_not_the_librarys(tmp_path: Path) -> Non
     assert place_in("odd (text)") == "" and without_place("odd (text)") == "odd (text)"
 
 
-def test_a_prompt_that_leaves_no_room_fails_its_trajectory_by_name(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        bench.job.train_rows = [{"prompt": "a" * 200}]
-        await (await bench.group())
-        await bench.clock.sleep(1.0)
-        (first,) = await told(bench)
-        assert (first["kind"], first["count"]) == ("prompt too long", 3)
-        assert first["text"].endswith("its prompt has 200 tokens")
-
-    on_shard(tmp_path, story)
+@story_on(on_shard, "tmp_path")
+async def test_a_prompt_that_leaves_no_room_fails_its_trajectory_by_name(bench: ShardBench) -> None:
+    bench.job.train_rows = [{"prompt": "a" * 200}]
+    await (await bench.group())
+    await bench.clock.sleep(1.0)
+    (first,) = await told(bench)
+    assert (first["kind"], first["count"]) == ("prompt too long", 3)
+    assert first["text"].endswith("its prompt has 200 tokens")
 
 
-def test_a_job_whose_document_cannot_be_read_fails_and_its_shard_ends_by_itself(
-    tmp_path: Path,
+@story_on(on_shard, "tmp_path")
+async def test_a_job_whose_document_cannot_be_read_fails_and_its_shard_ends_by_itself(
+    bench: ShardBench, tmp_path: Path
 ) -> None:
-    async def story(bench: ShardBench) -> None:
-        row = await jobs.job(bench.state, JOB)
-        document = json.dumps(row.document | {"renamed": 1})
-        await bench.state.command("HSET", f"{job_prefix(JOB)}:given", "document", document)
-        async with bench.clock.timeout(5.0, "the end of the shard"):
-            await RolloutShard(bench.mesh, tmp_path).serve()
-        failed = await jobs.job(bench.state, JOB)
-        assert failed.phase == jobs.Phase.FAILED and "renamed" in failed.error
-
-    on_shard(tmp_path, story)
+    row = await jobs.job(bench.state, JOB)
+    document = json.dumps(row.document | {"renamed": 1})
+    await bench.state.command("HSET", f"{job_prefix(JOB)}:given", "document", document)
+    async with bench.clock.timeout(5.0, "the end of the shard"):
+        await RolloutShard(bench.mesh, tmp_path).serve()
+    failed = await jobs.job(bench.state, JOB)
+    assert failed.phase == jobs.Phase.FAILED and "renamed" in failed.error

@@ -6,7 +6,6 @@ full width.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from common.job.evaluation_plan import EvaluationPlan
 from services.rollout.evaluation import EvaluationRun
 from services.rollout.trajectories.trajectory import Trajectory, Turn
 from sim.loop import VirtualClock, run_virtual
+from tests.stories import story_on
 from tests.unit.common.generation.test_torch_engine import words
 from tests.unit.rollout.interrupted import Interruption
 from tests.unit.rollout.routing.test_router import LOOK_S, PROMPT, TwoBuckets
@@ -90,50 +90,48 @@ def test_a_turn_that_is_cancelled_at_any_await_leaves_nothing(crowd: int, awaits
 
 
 @pytest.mark.rotating(2)
-def test_a_group_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        at = 0
-        while True:
-            at += 1
-            interruption = bench.job.interruption = Interruption(at)
-            group = await bench.group()
-            interruption.task = group
-            await asyncio.gather(group, return_exceptions=True)
-            await bench.settled()
-            assert bench.left() == {}, f"cancelled at await {at}"
-            if not interruption.happened:
-                break
-        assert at > 20 and bench.job.groups_finished >= 1
-        await at_full_width(bench)
-
-    on_shard(tmp_path, story)
+@story_on(on_shard, "tmp_path")
+async def test_a_group_that_is_cancelled_at_any_await_leaves_nothing(bench: ShardBench) -> None:
+    at = 0
+    while True:
+        at += 1
+        interruption = bench.job.runner.interruption = Interruption(at)
+        group = await bench.group()
+        interruption.task = group
+        await asyncio.gather(group, return_exceptions=True)
+        await bench.settled()
+        assert bench.left() == {}, f"cancelled at await {at}"
+        if not interruption.happened:
+            break
+    assert at > 20 and bench.job.groups_finished >= 1
+    await at_full_width(bench)
 
 
 @pytest.mark.deep
-def test_an_evaluation_that_is_cancelled_at_any_await_leaves_nothing(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        at = 0
-        while True:
-            at += 1
-            interruption = bench.job.interruption = Interruption(at)
-            work = interruption.watch(EvaluationRun(bench.job, PLAN, at).run())
-            task = asyncio.create_task(work)
-            interruption.task = task
-            results = await asyncio.gather(task, return_exceptions=True)
-            await bench.settled()
-            assert bench.left() == {}, f"cancelled at await {at}"
-            if not interruption.happened:
-                break
-        assert at > 20 and not isinstance(results[0], BaseException)
-        assert results[0]["failed"] == 0
-        await at_full_width(bench)
-
-    on_shard(tmp_path, story)
+@story_on(on_shard, "tmp_path")
+async def test_an_evaluation_that_is_cancelled_at_any_await_leaves_nothing(
+    bench: ShardBench,
+) -> None:
+    at = 0
+    while True:
+        at += 1
+        interruption = bench.job.runner.interruption = Interruption(at)
+        work = interruption.watch(EvaluationRun(bench.job, PLAN, at).run())
+        task = asyncio.create_task(work)
+        interruption.task = task
+        results = await asyncio.gather(task, return_exceptions=True)
+        await bench.settled()
+        assert bench.left() == {}, f"cancelled at await {at}"
+        if not interruption.happened:
+            break
+    assert at > 20 and not isinstance(results[0], BaseException)
+    assert results[0]["failed"] == 0
+    await at_full_width(bench)
 
 
 async def at_full_width(bench: ShardBench) -> None:
     """All engines are full again, and what fills them ends."""
-    bench.job.interruption = Interruption()
+    bench.job.runner.interruption = Interruption()
     many = [await bench.group() for _ in range(2 * ENGINES * SLOTS)]
     widest = 0
     while not all(group.done() for group in many):
@@ -150,44 +148,40 @@ ERRORS = [PeerLost, DeadlineExceeded, Overloaded]
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("error", ERRORS)
-def test_each_call_of_a_group_and_an_evaluation_may_fail(
-    error: type[MeshError], tmp_path: Path
+@story_on(on_shard, "tmp_path")
+async def test_each_call_of_a_group_and_an_evaluation_may_fail(
+    bench: ShardBench, error: type[MeshError]
 ) -> None:
-    async def story(bench: ShardBench) -> None:
-        failed: set[str] = set()
-        for at in range(1, 100):
-            bench.calls.arm(at, lambda: error("it was made to"))
-            await (await bench.group())
-            result = await EvaluationRun(bench.job, PLAN, at).run()
-            await bench.settled()
-            assert bench.left() == {}, bench.calls.asked
-            assert result["problems"] == 3 and result["mixed"] == 0
-            if len(bench.calls.asked) < at:
-                break
-            failed.add(bench.calls.asked[at - 1].split()[0])
-        assert {"submit", "run", "score"} <= failed, failed
-        assert bench.job.groups_finished == at
-        await at_full_width(bench)
-
-    on_shard(tmp_path, story)
+    failed: set[str] = set()
+    for at in range(1, 100):
+        bench.calls.arm(at, lambda: error("it was made to"))
+        await (await bench.group())
+        result = await EvaluationRun(bench.job, PLAN, at).run()
+        await bench.settled()
+        assert bench.left() == {}, bench.calls.asked
+        assert result["problems"] == 3 and result["mixed"] == 0
+        if len(bench.calls.asked) < at:
+            break
+        failed.add(bench.calls.asked[at - 1].split()[0])
+    assert {"submit", "run", "score"} <= failed, failed
+    assert bench.job.groups_finished == at
+    await at_full_width(bench)
 
 
-def test_redis_may_fail_each_script_of_a_group_and_an_evaluation(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        async def both(number: int) -> list[str]:
-            await (await bench.group())
-            await EvaluationRun(bench.job, PLAN, number).run()
-            await bench.settled()
-            assert bench.left() == {}, bench.scripts.asked
-            return bench.scripts.asked
+@story_on(on_shard, "tmp_path")
+async def test_redis_may_fail_each_script_of_a_group_and_an_evaluation(bench: ShardBench) -> None:
+    async def both(number: int) -> list[str]:
+        await (await bench.group())
+        await EvaluationRun(bench.job, PLAN, number).run()
+        await bench.settled()
+        assert bench.left() == {}, bench.scripts.asked
+        return bench.scripts.asked
 
-        bench.scripts.arm(0, None)
-        names = dict.fromkeys(await both(0))
-        assert {"group_ready", "evaluation", "entries"} <= names.keys()
-        for number, name in enumerate(names, 1):
-            bench.scripts.arm(1, lambda: StateUnavailable("it was made to"), name)
-            asked = await both(number)
-            assert asked.count(name) > 1, f"{name} was not asked again"
-        await at_full_width(bench)
-
-    on_shard(tmp_path, story)
+    bench.scripts.arm(0, None)
+    names = dict.fromkeys(await both(0))
+    assert {"group_ready", "evaluation", "entries"} <= names.keys()
+    for number, name in enumerate(names, 1):
+        bench.scripts.arm(1, lambda: StateUnavailable("it was made to"), name)
+        asked = await both(number)
+        assert asked.count(name) > 1, f"{name} was not asked again"
+    await at_full_width(bench)

@@ -31,6 +31,7 @@ from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 from tests.meshes import alone
+from tests.stories import story_on
 
 EVERY = 2
 
@@ -121,64 +122,60 @@ def in_world(story: Callable[[World], Awaitable[None]]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-def test_a_version_of_a_new_lineage_is_evaluated_though_its_number_was_before() -> None:
-    async def story(world: World) -> None:
-        world.going.set()
-        for _ in range(EVERY):
-            await world.train(lineage=0)
-        await world.turn()
-        assert list(await world.results()) == ["step-2"]
-        await world.go_back(1)
-        await world.turn()
-        assert await world.results() == {}
-        await world.train(lineage=1)
-        await world.turn()
-        assert (await world.results())["step-2"]["figures"] == {"held_out.sampled": 1.0}
-        assert len(set(world.sessions)) == 2, "engines keep what they computed of a session"
-        assert world.entered == [0, 1]
-
-    in_world(story)
-
-
-def test_an_evaluation_of_an_abandoned_version_ends_without_a_result() -> None:
-    async def story(world: World) -> None:
-        for _ in range(EVERY):
-            await world.train(lineage=0)
-        await world.turn()
-        assert len(world.sessions) == 1
-        await world.go_back(1)
-        await world.train(lineage=1)
-        await world.turn()
-        world.going.set()
-        await world.clock.sleep(1.0)
-        assert len(world.sessions) == 2, "of each lineage's version 2"
-        result = (await world.results())["step-2"]
-        assert (result["mixed"], result["figures"]) == (0, {"held_out.sampled": 1.0})
-        assert not world.shard._evaluating
-
-    in_world(story)
+@story_on(in_world)
+async def test_a_version_of_a_new_lineage_is_evaluated_though_its_number_was_before(
+    world: World,
+) -> None:
+    world.going.set()
+    for _ in range(EVERY):
+        await world.train(lineage=0)
+    await world.turn()
+    assert list(await world.results()) == ["step-2"]
+    await world.go_back(1)
+    await world.turn()
+    assert await world.results() == {}
+    await world.train(lineage=1)
+    await world.turn()
+    assert (await world.results())["step-2"]["figures"] == {"held_out.sampled": 1.0}
+    assert len(set(world.sessions)) == 2, "engines keep what they computed of a session"
+    assert world.entered == [0, 1]
 
 
-def test_nobody_waits_for_a_version_that_was_abandoned() -> None:
-    async def story(world: World) -> None:
-        job = world.job
-        under_way = Trajectory(0, 0, 0, 15, seed=0)
-        router = job.runner.router
-        router.stays[under_way.id] = Stay(router, under_way)
-        job.enter(0, 15)
-        assert under_way.version == 15
-        job.enter(1, 8)
-        assert under_way.version == 8 and world.entered == [0, 1]
+@story_on(in_world)
+async def test_an_evaluation_of_an_abandoned_version_ends_without_a_result(world: World) -> None:
+    for _ in range(EVERY):
+        await world.train(lineage=0)
+    await world.turn()
+    assert len(world.sessions) == 1
+    await world.go_back(1)
+    await world.train(lineage=1)
+    await world.turn()
+    world.going.set()
+    await world.clock.sleep(1.0)
+    assert len(world.sessions) == 2, "of each lineage's version 2"
+    result = (await world.results())["step-2"]
+    assert (result["mixed"], result["figures"]) == (0, {"held_out.sampled": 1.0})
+    assert not world.shard._evaluating
 
-        async def group(number: int, prompt: int, version: int, members: Any) -> None:
-            begun.append((number, version))
 
-        begun: list[tuple[int, int]] = []
-        job._group = group  # type: ignore[assignment, method-assign]
-        job.start(groups.AdmittedGroup(1, 0, 15, lineage=0), [])  # admitted before the news came
-        job.start(groups.AdmittedGroup(2, 0, 9, lineage=1), [])
-        job.start(groups.AdmittedGroup(3, 0, 9, lineage=2), [])
-        await asyncio.gather(*job._groups.values())
-        assert begun == [(1, 8), (2, 9), (3, 9)] and world.entered == [0, 1, 2]
+@story_on(in_world)
+async def test_nobody_waits_for_a_version_that_was_abandoned(world: World) -> None:
+    job = world.job
+    under_way = Trajectory(0, 0, 0, 15, seed=0)
+    router = job.runner.router
+    router.stays[under_way.id] = Stay(router, under_way)
+    job.enter(0, 15)
+    assert under_way.version == 15
+    job.enter(1, 8)
+    assert under_way.version == 8 and world.entered == [0, 1]
 
-    in_world(story)
+    async def group(number: int, prompt: int, version: int, members: Any) -> None:
+        begun.append((number, version))
+
+    begun: list[tuple[int, int]] = []
+    job._group = group  # type: ignore[assignment, method-assign]
+    job.start(groups.AdmittedGroup(1, 0, 15, lineage=0), [])  # admitted before the news came
+    job.start(groups.AdmittedGroup(2, 0, 9, lineage=1), [])
+    job.start(groups.AdmittedGroup(3, 0, 9, lineage=2), [])
+    await asyncio.gather(*job._groups.values())
+    assert begun == [(1, 8), (2, 9), (3, 9)] and world.entered == [0, 1, 2]

@@ -21,6 +21,7 @@ from sim.loop import VirtualClock, run_virtual
 from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.meshes import alone
+from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 
 FAILING = 80  # jobs
@@ -56,72 +57,66 @@ async def submit(state: State, job: str) -> None:
     await jobs.submit(state, job, found, "", f"submit-{job}")
 
 
-def test_it_waits_for_its_job_to_begin_and_ends_if_it_never_does() -> None:
-    async def story(place: Place) -> None:
-        await submit(place.state, "patient")
-        living = place.served("patient")
-        await place.clock.sleep(300.0)
-        assert not living.done(), "the job is queued"
-        await jobs.cancel(place.state, "patient", "cancel")
-        await place.clock.sleep(5.0)
-        assert living.done() and living.result() is None
-
-    in_place(story)
+@story_on(in_place)
+async def test_it_waits_for_its_job_to_begin_and_ends_if_it_never_does(place: Place) -> None:
+    await submit(place.state, "patient")
+    living = place.served("patient")
+    await place.clock.sleep(300.0)
+    assert not living.done(), "the job is queued"
+    await jobs.cancel(place.state, "patient", "cancel")
+    await place.clock.sleep(5.0)
+    assert living.done() and living.result() is None
 
 
-def test_one_of_a_job_that_is_not_on_record_any_more_ends() -> None:
-    async def story(place: Place) -> None:
-        await submit(place.state, "gone")
-        living = place.served("gone")
-        await place.clock.sleep(10.0)
-        await jobs.cancel(place.state, "gone", "cancel")
-        await delete(place.state, "gone", "delete")
-        await place.clock.sleep(5.0)
-        assert living.done() and living.result() is None
-
-    in_place(story)
+@story_on(in_place)
+async def test_one_of_a_job_that_is_not_on_record_any_more_ends(place: Place) -> None:
+    await submit(place.state, "gone")
+    living = place.served("gone")
+    await place.clock.sleep(10.0)
+    await jobs.cancel(place.state, "gone", "cancel")
+    await delete(place.state, "gone", "delete")
+    await place.clock.sleep(5.0)
+    assert living.done() and living.result() is None
 
 
-def test_it_closes_what_it_has_open_when_its_job_has_ended(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        await bench.job.close()
-        shard = RolloutShard(bench.mesh, tmp_path)
-        living = asyncio.create_task(shard.serve())
-        await bench.clock.sleep(1.0)
-        assert shard.serving is not None and shard.stats()["job"] == JOB
-        ledger, tasks = shard.serving.runner.ledger, shard._background
-        trainer = await Bench(bench.state, None).seat(TRAINER)
-        await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, trainer, TRAINER)
-        await bench.clock.sleep(15.0)  # environments get some time to clean up
-        assert living.done() and shard.serving is None and not tasks
-        assert list(ledger.directory.parent.iterdir()) == [ledger.directory]
-        assert ledger.directory.name == "shard-0"
+@story_on(on_shard, "tmp_path")
+async def test_it_closes_what_it_has_open_when_its_job_has_ended(
+    bench: ShardBench, tmp_path: Path
+) -> None:
+    await bench.job.close()
+    shard = RolloutShard(bench.mesh, tmp_path)
+    living = asyncio.create_task(shard.serve())
+    await bench.clock.sleep(1.0)
+    assert shard.serving is not None and shard.stats()["job"] == JOB
+    ledger, tasks = shard.serving.runner.ledger, shard._background
+    trainer = await Bench(bench.state, None).seat(TRAINER)
+    await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, trainer, TRAINER)
+    await bench.clock.sleep(15.0)  # environments get some time to clean up
+    assert living.done() and shard.serving is None and not tasks
+    assert list(ledger.directory.parent.iterdir()) == [ledger.directory]
+    assert ledger.directory.name == "shard-0"
 
-    on_shard(tmp_path, story)
 
+@story_on(in_place)
+async def test_of_jobs_that_fail_at_once_nothing_stays(place: Place) -> None:
+    async def one(number: int) -> None:
+        job = f"broken-{number}"
+        await submit(place.state, job)
+        await place.state.command("HSET", f"{{{job}}}:job", "phase", "training")
+        await place.served(job)
+        row = await jobs.job(place.state, job)
+        assert row.phase == jobs.Phase.FAILED and "ConfigError" in row.error
+        await delete(place.state, job, f"delete-{job}")
 
-def test_of_jobs_that_fail_at_once_nothing_stays() -> None:
-    async def story(place: Place) -> None:
-        async def one(number: int) -> None:
-            job = f"broken-{number}"
-            await submit(place.state, job)
-            await place.state.command("HSET", f"{{{job}}}:job", "phase", "training")
-            await place.served(job)
-            row = await jobs.job(place.state, job)
-            assert row.phase == jobs.Phase.FAILED and "ConfigError" in row.error
-            await delete(place.state, job, f"delete-{job}")
+    async def held() -> tuple[int, int]:
+        await place.clock.sleep(FORGOTTEN_S)
+        await jobs.jobs(place.state)
+        await registry.entries(place.state)
+        return len(await place.state.command("KEYS", "*")), len(asyncio.all_tasks())
 
-        async def held() -> tuple[int, int]:
-            await place.clock.sleep(FORGOTTEN_S)
-            await jobs.jobs(place.state)
-            await registry.entries(place.state)
-            return len(await place.state.command("KEYS", "*")), len(asyncio.all_tasks())
-
-        for number in range(FIRST):
-            await one(number)
-        before = await held()
-        for number in range(FIRST, FAILING):
-            await one(number)
-        assert await held() == before
-
-    in_place(story)
+    for number in range(FIRST):
+        await one(number)
+    before = await held()
+    for number in range(FIRST, FAILING):
+        await one(number)
+    assert await held() == before

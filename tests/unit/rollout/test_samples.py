@@ -12,6 +12,7 @@ from common.api.sandbox import OK, RAISED, CallOutcome, RewardCall
 from common.records import run_lines
 from services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
 from services.rollout.trajectories.trajectory import Ending, Trajectory
+from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 
 
@@ -31,54 +32,52 @@ def ended(n: int, reward: float | None, length: int = 3, version: int = 0) -> Tr
     return t
 
 
-def test_what_a_shard_runs_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
-    async def story(bench: ShardBench) -> None:
-        scores = iter([0.0, 1.0, 0.5])
-
-        def score(call: RewardCall) -> CallOutcome:
-            reward = next(scores, None)
-            if reward is None:
-                return CallOutcome(call.id, RAISED, None, "ValueError: no (m.py:3 in f())")
-            return CallOutcome(call.id, OK, reward, "")
-
-        bench.sandbox.scores = score
-        bench.job.version = 4
-        await (await bench.group())
-        await (await bench.group())
-        found = kept(tmp_path)
-        first = found[0]
-        assert first["why"][:2] == ["best", "worst"] and first["step"] == 5
-        assert [turn["role"] for turn in first["turns"][:3]] == ["model", "tool", "environment"]
-        tool, appended = first["turns"][1:3]
-        assert (tool["name"], tool["input"]) == ("cell", "1") and "output" in tool["value"]
-        assert appended["text"] == "ok"
-        assert first["prompt"] == first["row"]["prompt"]
-        assert first["versions"] == [0, 0] and first["staleness"] == 4
-        assert {s["reward"] for s in found} >= {0.0, 1.0, None}
-        assert [s for s in found if "best" in s["why"]][-1]["reward"] == 1.0
-        failed = [s for s in found if s["why"][0] == "failed"]
-        assert len(failed) == 3 and failed[0]["failure"] == "reward raised"
-        assert "ValueError: no" in failed[0]["error"] and failed[0]["turns"]
-
-    on_shard(tmp_path, story)
-
-
-def test_of_a_step_the_best_the_worst_the_longest_and_the_first_failures_are_kept(
-    tmp_path: Path,
+@story_on(on_shard, "tmp_path")
+async def test_what_a_shard_runs_can_be_read_while_it_goes_on(
+    bench: ShardBench, tmp_path: Path
 ) -> None:
-    async def story(bench: ShardBench) -> None:
-        keep = bench.job.samples
-        for n, reward in enumerate([0.5, 0.5, 0.2, 0.9, 0.4, *[None] * 9]):
-            keep.ended(ended(n, reward), {"n": n}, 0)
-        keep.ended(ended(20, 0.5, length=30), {"n": 20}, 0)
-        by = {why: [s["reward"] for s in kept(tmp_path) if why in s["why"]] for why in WHYS}
-        assert by["best"] == [0.5, 0.9] and by["worst"] == [0.5, 0.2]
-        assert len(by["failed"]) == FAILED and by["longest"] == [0.5, 0.5]
-        for n in range(1000):
-            keep.ended(ended(100 + n, float(n)), {}, 1)
-        assert len([s for s in kept(tmp_path) if s["step"] == 2]) == MOST
+    scores = iter([0.0, 1.0, 0.5])
 
-    on_shard(tmp_path, story)
+    def score(call: RewardCall) -> CallOutcome:
+        reward = next(scores, None)
+        if reward is None:
+            return CallOutcome(call.id, RAISED, None, "ValueError: no (m.py:3 in f())")
+        return CallOutcome(call.id, OK, reward, "")
+
+    bench.sandbox.scores = score
+    bench.job.version = 4
+    await (await bench.group())
+    await (await bench.group())
+    found = kept(tmp_path)
+    first = found[0]
+    assert first["why"][:2] == ["best", "worst"] and first["step"] == 5
+    assert [turn["role"] for turn in first["turns"][:3]] == ["model", "tool", "environment"]
+    tool, appended = first["turns"][1:3]
+    assert (tool["name"], tool["input"]) == ("cell", "1") and "output" in tool["value"]
+    assert appended["text"] == "ok"
+    assert first["prompt"] == first["row"]["prompt"]
+    assert first["versions"] == [0, 0] and first["staleness"] == 4
+    assert {s["reward"] for s in found} >= {0.0, 1.0, None}
+    assert [s for s in found if "best" in s["why"]][-1]["reward"] == 1.0
+    failed = [s for s in found if s["why"][0] == "failed"]
+    assert len(failed) == 3 and failed[0]["failure"] == "reward raised"
+    assert "ValueError: no" in failed[0]["error"] and failed[0]["turns"]
+
+
+@story_on(on_shard, "tmp_path")
+async def test_of_a_step_the_best_the_worst_the_longest_and_the_first_failures_are_kept(
+    bench: ShardBench, tmp_path: Path
+) -> None:
+    keep = bench.job.samples
+    for n, reward in enumerate([0.5, 0.5, 0.2, 0.9, 0.4, *[None] * 9]):
+        keep.ended(ended(n, reward), {"n": n}, 0)
+    keep.ended(ended(20, 0.5, length=30), {"n": 20}, 0)
+    by = {why: [s["reward"] for s in kept(tmp_path) if why in s["why"]] for why in WHYS}
+    assert by["best"] == [0.5, 0.9] and by["worst"] == [0.5, 0.2]
+    assert len(by["failed"]) == FAILED and by["longest"] == [0.5, 0.5]
+    for n in range(1000):
+        keep.ended(ended(100 + n, float(n)), {}, 1)
+    assert len([s for s in kept(tmp_path) if s["step"] == 2]) == MOST
 
 
 WHYS = ("best", "worst", "failed", "longest")

@@ -33,6 +33,7 @@ from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
 from tests.unit.common.generation.test_torch_engine import words
 
@@ -173,104 +174,89 @@ async def recomputes(bench: Bench, context: list[int], at_least: int) -> None:
     np.testing.assert_allclose(there[1], here[1], atol=2e-4)
 
 
-def test_a_session_goes_on_elsewhere_as_if_it_had_stayed() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        moved = await bench.move()
-        assert (moved.tokens, moved.adopted) == (504, True)
-        assert moved.bytes == 512 * bench.engines["engine/a"].cache_bytes_per_token
-        assert 0 < moved.seconds < 10.0
-        before = computed(bench, "engine/b")
-        there = await bench.turn("engine/b", context)
-        assert computed(bench, "engine/b") - before == len(context) - 504 + 4
-        assert there == await bench.turn("engine/a", context), "the source kept its copy"
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_session_goes_on_elsewhere_as_if_it_had_stayed(bench: Bench) -> None:
+    context = await begun(bench)
+    moved = await bench.move()
+    assert (moved.tokens, moved.adopted) == (504, True)
+    assert moved.bytes == 512 * bench.engines["engine/a"].cache_bytes_per_token
+    assert 0 < moved.seconds < 10.0
+    before = computed(bench, "engine/b")
+    there = await bench.turn("engine/b", context)
+    assert computed(bench, "engine/b") - before == len(context) - 504 + 4
+    assert there == await bench.turn("engine/a", context), "the source kept its copy"
 
 
-def test_what_the_source_does_not_have_is_computed() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        for nothing in (
-            await bench.move(session=SESSION + 1),
-            await bench.move(owner="rollout/9"),
-        ):
-            assert (nothing.tokens, nothing.bytes, nothing.adopted) == (0, 0, False)
-        bench.services["engine/b"].draining = True
-        assert not (await bench.move()).adopted
-        bench.services["engine/b"].draining = False
-        await recomputes(bench, context, 500)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_what_the_source_does_not_have_is_computed(bench: Bench) -> None:
+    context = await begun(bench)
+    for nothing in (
+        await bench.move(session=SESSION + 1),
+        await bench.move(owner="rollout/9"),
+    ):
+        assert (nothing.tokens, nothing.bytes, nothing.adopted) == (0, 0, False)
+    bench.services["engine/b"].draining = True
+    assert not (await bench.move()).adopted
+    bench.services["engine/b"].draining = False
+    await recomputes(bench, context, 500)
 
 
-def test_an_engine_without_a_cache_gives_nothing() -> None:
-    async def story(bench: Bench) -> None:
-        simulated = SimulatedEngine(bench.clock, SLOTS, 100.0)
-        service = EngineService(bench._mesh("engine/s"), simulated, lambda action: action())
-        await service.mesh.join(service)
-        bench._begin(bench._drive(service))
-        assert (await bench.move(source="engine/s")).tokens == 0
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_an_engine_without_a_cache_gives_nothing(bench: Bench) -> None:
+    simulated = SimulatedEngine(bench.clock, SLOTS, 100.0)
+    service = EngineService(bench._mesh("engine/s"), simulated, lambda action: action())
+    await service.mesh.join(service)
+    bench._begin(bench._drive(service))
+    assert (await bench.move(source="engine/s")).tokens == 0
 
 
-def test_equal_numbers_of_two_lineages_are_other_weights() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        await bench.services["engine/b"].weights.swap(decoder(1).state_dict(), 0, "another lineage")
-        assert (await bench.move()).tokens == 0
-        await bench.services["engine/b"].weights.swap(decoder().state_dict(), 0, "manifest")
-        await recomputes(bench, context, 500)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_equal_numbers_of_two_lineages_are_other_weights(bench: Bench) -> None:
+    context = await begun(bench)
+    await bench.services["engine/b"].weights.swap(decoder(1).state_dict(), 0, "another lineage")
+    assert (await bench.move()).tokens == 0
+    await bench.services["engine/b"].weights.swap(decoder().state_dict(), 0, "manifest")
+    await recomputes(bench, context, 500)
 
 
-def test_a_source_that_is_unknown_costs_seconds_and_no_error() -> None:
-    async def story(bench: Bench) -> None:
-        began = bench.clock.monotonic()
-        assert (await bench.move(source="engine/gone")).tokens == 0
-        assert bench.clock.monotonic() - began < 10.0
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_source_that_is_unknown_costs_seconds_and_no_error(bench: Bench) -> None:
+    began = bench.clock.monotonic()
+    assert (await bench.move(source="engine/gone")).tokens == 0
+    assert bench.clock.monotonic() - began < 10.0
 
 
-def test_what_comes_is_computed_meanwhile() -> None:
+@story_on(on_bench)
+async def test_what_comes_is_computed_meanwhile(bench: Bench) -> None:
     """The request is there first, and what it computes does not come any more."""
-
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        expected = await bench.turn("engine/a", context)
-        before = computed(bench, "engine/b")
-        turn, move = bench.turn("engine/b", context), bench.move()
-        there, moved = await asyncio.gather(turn, move)
-        assert computed(bench, "engine/b") - before <= len(context) + 4
-        assert moved.adopted or not moved.tokens
-        assert there[0] == expected[0]
-        np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
-
-    on_bench(story)
+    context = await begun(bench)
+    expected = await bench.turn("engine/a", context)
+    before = computed(bench, "engine/b")
+    turn, move = bench.turn("engine/b", context), bench.move()
+    there, moved = await asyncio.gather(turn, move)
+    assert computed(bench, "engine/b") - before <= len(context) + 4
+    assert moved.adopted or not moved.tokens
+    assert there[0] == expected[0]
+    np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
 
 
-def test_a_source_that_dies_half_way_leaves_what_came() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        expected = await bench.turn("engine/a", context)
-        later = asyncio.create_task(bench.move())
-        while not copied(bench):
-            await bench.clock.sleep(STEP_S / 10)
-        await bench.services["engine/a"].mesh.transport.close()
-        moved = await later
-        assert 0 < moved.tokens < 504 and not moved.adopted
-        before = computed(bench, "engine/b")
-        there = await bench.turn("engine/b", context)
-        beyond = 510 - (len(context) - 1)  # came too, of the turn that the source had had
-        used = moved.tokens - beyond
-        assert computed(bench, "engine/b") - before == len(context) - used + 4
-        np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
-        assert there[0] == expected[0]
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_source_that_dies_half_way_leaves_what_came(bench: Bench) -> None:
+    context = await begun(bench)
+    expected = await bench.turn("engine/a", context)
+    later = asyncio.create_task(bench.move())
+    while not copied(bench):
+        await bench.clock.sleep(STEP_S / 10)
+    await bench.services["engine/a"].mesh.transport.close()
+    moved = await later
+    assert 0 < moved.tokens < 504 and not moved.adopted
+    before = computed(bench, "engine/b")
+    there = await bench.turn("engine/b", context)
+    beyond = 510 - (len(context) - 1)  # came too, of the turn that the source had had
+    used = moved.tokens - beyond
+    assert computed(bench, "engine/b") - before == len(context) - used + 4
+    np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
+    assert there[0] == expected[0]
 
 
 def copied(bench: Bench) -> bool:
@@ -280,62 +266,54 @@ def copied(bench: Bench) -> bool:
     )
 
 
-def test_a_silent_source_is_given_up_on() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        later = asyncio.create_task(bench.move())
-        while not copied(bench):
-            await bench.clock.sleep(STEP_S / 10)
-        bench.network.partition("mem://engine/a", "mem://engine/b")
-        began = bench.clock.monotonic()
-        turn = asyncio.create_task(bench.turn("engine/b", context))
-        await turn
-        assert bench.clock.monotonic() - began < 5.0, "nobody waits for it"
-        moved = await later
-        assert bench.clock.monotonic() - began < MOVE_S
-        assert 0 < moved.tokens < 504 and not moved.adopted
-        await recomputes(bench, context, 0)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_silent_source_is_given_up_on(bench: Bench) -> None:
+    context = await begun(bench)
+    later = asyncio.create_task(bench.move())
+    while not copied(bench):
+        await bench.clock.sleep(STEP_S / 10)
+    bench.network.partition("mem://engine/a", "mem://engine/b")
+    began = bench.clock.monotonic()
+    turn = asyncio.create_task(bench.turn("engine/b", context))
+    await turn
+    assert bench.clock.monotonic() - began < 5.0, "nobody waits for it"
+    moved = await later
+    assert bench.clock.monotonic() - began < MOVE_S
+    assert 0 < moved.tokens < 504 and not moved.adopted
+    await recomputes(bench, context, 0)
 
 
-def test_a_move_that_nobody_waits_for_ends_at_both_engines() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        later = asyncio.create_task(bench.move())
-        while not copied(bench):
-            await bench.clock.sleep(STEP_S / 10)
-        later.cancel()
-        await bench.clock.sleep(0.5)
-        (load,) = bench.engines["engine/b"].schedule.loads.offered.values()
-        assert load.over and load.waiting_bytes
-        assert bench.services["engine/a"].mesh._server.running == 1, "the shard's own stream"
-        await recomputes(bench, context, 1)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_move_that_nobody_waits_for_ends_at_both_engines(bench: Bench) -> None:
+    context = await begun(bench)
+    later = asyncio.create_task(bench.move())
+    while not copied(bench):
+        await bench.clock.sleep(STEP_S / 10)
+    later.cancel()
+    await bench.clock.sleep(0.5)
+    (load,) = bench.engines["engine/b"].schedule.loads.offered.values()
+    assert load.over and load.waiting_bytes
+    assert bench.services["engine/a"].mesh._server.running == 1, "the shard's own stream"
+    await recomputes(bench, context, 1)
 
 
-def test_a_request_that_has_met_what_comes_lets_the_source_go() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        await bench.turn("engine/b", context)
-        moved = await bench.move()
-        assert not moved.tokens or moved.tokens <= 504
-        await bench.clock.sleep(0.5)
-        assert bench.services["engine/a"].mesh._server.running == 1
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_request_that_has_met_what_comes_lets_the_source_go(bench: Bench) -> None:
+    context = await begun(bench)
+    await bench.turn("engine/b", context)
+    moved = await bench.move()
+    assert not moved.tokens or moved.tokens <= 504
+    await bench.clock.sleep(0.5)
+    assert bench.services["engine/a"].mesh._server.running == 1
 
 
-def test_many_sessions_move_at_once_and_requests_go_on() -> None:
-    async def story(bench: Bench) -> None:
-        context = await begun(bench)
-        moves = asyncio.gather(*(bench.move() for _ in range(9)))
-        aside = await bench.turn("engine/b", context)
-        assert (await bench.turn("engine/a", context))[0] == aside[0]
-        assert all(moved.bytes or not moved.adopted for moved in await moves)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_many_sessions_move_at_once_and_requests_go_on(bench: Bench) -> None:
+    context = await begun(bench)
+    moves = asyncio.gather(*(bench.move() for _ in range(9)))
+    aside = await bench.turn("engine/b", context)
+    assert (await bench.turn("engine/a", context))[0] == aside[0]
+    assert all(moved.bytes or not moved.adopted for moved in await moves)
 
 
 def test_frames_that_belong_to_no_chunk_are_refused() -> None:

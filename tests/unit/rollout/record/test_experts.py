@@ -22,6 +22,7 @@ from common.records.token_record import TokenRows
 from services.engine.stepping.shards import cut
 from services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
 from services.rollout.trajectories.trajectory import Restored, Trajectory
+from tests.stories import story_on
 from tests.unit.common.records.test_ledger import HOST
 from tests.unit.rollout.record.test_group_commit import PROMPT, Bench, on_bench
 
@@ -58,55 +59,49 @@ def holds(t: Trajectory) -> None:
     assert np.array_equal(t.experts[before:], sent(t.tokens[before:]))
 
 
-def test_they_come_with_their_tokens_however_many_come_at_once() -> None:
-    async def story(bench: Bench) -> None:
-        turns = [bench.open() for _ in range(80)]  # more than rows there are at first
-        for n in range(ROW_TOKENS + 9):
-            rows = [(r, [n + i] * (1 + i % 3), RUNNING) for i, (_, r, _) in enumerate(turns)]
-            await bench.commits.put("a", flush(*rows))
-        await bench.commits.put("a", flush((turns[0][1], list(range(3 * ROW_TOKENS)), STOP)))
-        assert await turns[0][2] == STOP
-        await bench.commits.settled()
-        for t, _, _ in turns:
-            holds(t)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_they_come_with_their_tokens_however_many_come_at_once(bench: Bench) -> None:
+    turns = [bench.open() for _ in range(80)]  # more than rows there are at first
+    for n in range(ROW_TOKENS + 9):
+        rows = [(r, [n + i] * (1 + i % 3), RUNNING) for i, (_, r, _) in enumerate(turns)]
+        await bench.commits.put("a", flush(*rows))
+    await bench.commits.put("a", flush((turns[0][1], list(range(3 * ROW_TOKENS)), STOP)))
+    assert await turns[0][2] == STOP
+    await bench.commits.settled()
+    for t, _, _ in turns:
+        holds(t)
 
 
-def test_an_engine_without_any_leaves_them_unknown() -> None:
-    async def story(bench: Bench) -> None:
-        (t, one, _), (u, two, _) = bench.open(), bench.open()
-        await bench.commits.put("plain", flush((two, [5, 6], RUNNING), experts=False))
-        await bench.commits.put("moe", flush((one, [7], RUNNING)))
-        await bench.commits.put("plain", flush((one, [8], STOP), experts=False))
-        await bench.commits.settled()
-        assert t.experts[len(PROMPT) :].tolist() == [sent(np.array([7]))[0].tolist(), [UNKNOWN] * 4]
-        assert (u.experts == UNKNOWN).all()
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_an_engine_without_any_leaves_them_unknown(bench: Bench) -> None:
+    (t, one, _), (u, two, _) = bench.open(), bench.open()
+    await bench.commits.put("plain", flush((two, [5, 6], RUNNING), experts=False))
+    await bench.commits.put("moe", flush((one, [7], RUNNING)))
+    await bench.commits.put("plain", flush((one, [8], STOP), experts=False))
+    await bench.commits.settled()
+    assert t.experts[len(PROMPT) :].tolist() == [sent(np.array([7]))[0].tolist(), [UNKNOWN] * 4]
+    assert (u.experts == UNKNOWN).all()
 
 
-def test_a_dense_model_costs_nothing() -> None:
-    async def story(bench: Bench) -> None:
-        t, request, done = bench.open()
-        await bench.commits.put("a", flush((request, [1, 2], STOP), experts=False))
-        assert await done == STOP
-        assert t.experts.shape == (0, 0)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_dense_model_costs_nothing(bench: Bench) -> None:
+    t, request, done = bench.open()
+    await bench.commits.put("a", flush((request, [1, 2], STOP), experts=False))
+    assert await done == STOP
+    assert t.experts.shape == (0, 0)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((1, 4), np.int16), np.zeros((2, 4), np.int64)])
-def test_experts_that_do_not_fit_their_tokens_are_refused(wrong: np.ndarray) -> None:
-    async def story(bench: Bench) -> None:
-        _, request, _ = bench.open()
-        good = flush((request, [1, 2], RUNNING))
-        columns = (good.ids, good.counts, good.tokens, good.logprobs, good.unmodified)
-        with pytest.raises(BadMessage, match="experts"):
-            bad = Tokens(*columns, good.versions, good.finish, 0, wrong)
-            await bench.commits.put("engine/3", bad)
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_experts_that_do_not_fit_their_tokens_are_refused(
+    bench: Bench, wrong: np.ndarray
+) -> None:
+    _, request, _ = bench.open()
+    good = flush((request, [1, 2], RUNNING))
+    columns = (good.ids, good.counts, good.tokens, good.logprobs, good.unmodified)
+    with pytest.raises(BadMessage, match="experts"):
+        bad = Tokens(*columns, good.versions, good.finish, 0, wrong)
+        await bench.commits.put("engine/3", bad)
 
 
 def token_rows(*rows: tuple[int, list[int]], experts: bool = True) -> TokenRows:

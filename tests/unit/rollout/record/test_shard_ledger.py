@@ -23,6 +23,7 @@ from services.rollout.record.shard_ledger import ShardLedger
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.stories import story_on
 
 JOB = "j"
 
@@ -72,51 +73,43 @@ def closes(ledger: ShardLedger) -> list[int]:
     return [r.payload[0] for r in read(ledger.directory) if r.kind is Kind.CLOSE]
 
 
-def test_what_many_log_at_once_is_there_in_the_order_it_was_logged(tmp_path: Path) -> None:
-    async def story(bench: Bench) -> None:
-        ledger = await bench.start()
-        await asyncio.gather(*(ledger.log((Kind.CLOSE, [n, "ready"])) for n in range(50)))
-        assert closes(ledger) == list(range(50))
-        ledger.defer(Kind.TURN, [1 << MEMBER_BITS, "said"], 1)
-        await ledger.log((Kind.CLOSE, [50, "ready"]))
-        assert [r.kind for r in read(ledger.directory)][-2:] == [Kind.TURN, Kind.CLOSE]
+@story_on(on_bench, "tmp_path")
+async def test_what_many_log_at_once_is_there_in_the_order_it_was_logged(bench: Bench) -> None:
+    ledger = await bench.start()
+    await asyncio.gather(*(ledger.log((Kind.CLOSE, [n, "ready"])) for n in range(50)))
+    assert closes(ledger) == list(range(50))
+    ledger.defer(Kind.TURN, [1 << MEMBER_BITS, "said"], 1)
+    await ledger.log((Kind.CLOSE, [50, "ready"]))
+    assert [r.kind for r in read(ledger.directory)][-2:] == [Kind.TURN, Kind.CLOSE]
+    await ledger.close()
+
+
+@story_on(on_bench, "tmp_path")
+async def test_a_full_disk_makes_those_who_log_wait_and_doubles_nothing(bench: Bench) -> None:
+    ledger = await bench.start()
+    await ledger.log((Kind.CLOSE, [0, "ready"]))
+    bench.host.disk_bytes = ledger.bytes_written + 10
+    waiting = [asyncio.create_task(ledger.log((Kind.CLOSE, [n, "ready"]))) for n in range(1, 4)]
+    await bench.clock.sleep(5.0)
+    waiting += [asyncio.create_task(ledger.log((Kind.CLOSE, [n, "ready"]))) for n in range(4, 7)]
+    await bench.clock.sleep(5.0)
+    assert not any(task.done() for task in waiting) and closes(ledger) == [0]
+    bench.host.disk_bytes = -1
+    await asyncio.gather(*waiting)
+    assert closes(ledger) == list(range(7))
+    await ledger.close()
+
+
+@story_on(on_bench, "tmp_path")
+async def test_a_shard_ends_though_its_disk_is_full(bench: Bench) -> None:
+    ledger = await bench.start()
+    bench.host.disk_bytes = 0
+    waiting = asyncio.create_task(ledger.log((Kind.CLOSE, [1, "ready"])))
+    await bench.clock.sleep(5.0)
+    async with bench.clock.timeout(1.0, "the end"):
         await ledger.close()
-
-    on_bench(tmp_path, story)
-
-
-def test_a_full_disk_makes_those_who_log_wait_and_doubles_nothing(tmp_path: Path) -> None:
-    async def story(bench: Bench) -> None:
-        ledger = await bench.start()
-        await ledger.log((Kind.CLOSE, [0, "ready"]))
-        bench.host.disk_bytes = ledger.bytes_written + 10
-        waiting = [asyncio.create_task(ledger.log((Kind.CLOSE, [n, "ready"]))) for n in range(1, 4)]
-        await bench.clock.sleep(5.0)
-        waiting += [
-            asyncio.create_task(ledger.log((Kind.CLOSE, [n, "ready"]))) for n in range(4, 7)
-        ]
-        await bench.clock.sleep(5.0)
-        assert not any(task.done() for task in waiting) and closes(ledger) == [0]
-        bench.host.disk_bytes = -1
-        await asyncio.gather(*waiting)
-        assert closes(ledger) == list(range(7))
-        await ledger.close()
-
-    on_bench(tmp_path, story)
-
-
-def test_a_shard_ends_though_its_disk_is_full(tmp_path: Path) -> None:
-    async def story(bench: Bench) -> None:
-        ledger = await bench.start()
-        bench.host.disk_bytes = 0
-        waiting = asyncio.create_task(ledger.log((Kind.CLOSE, [1, "ready"])))
-        await bench.clock.sleep(5.0)
-        async with bench.clock.timeout(1.0, "the end"):
-            await ledger.close()
-        waiting.cancel()
-        assert closes(ledger) == []
-
-    on_bench(tmp_path, story)
+    waiting.cancel()
+    assert closes(ledger) == []
 
 
 def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(tmp_path: Path) -> None:
@@ -152,43 +145,41 @@ def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(tmp_path
     on_bench(tmp_path, story)
 
 
-def test_groups_whose_ledger_is_on_another_host_are_host_lost_and_their_prompts_come_again(
-    tmp_path: Path,
+@story_on(on_bench, "tmp_path")
+async def test_groups_whose_ledger_is_on_another_host_are_host_lost_and_their_prompts_come_again(
+    bench: Bench, tmp_path: Path
 ) -> None:
-    async def story(bench: Bench) -> None:
-        ledger = await bench.start()
-        await bench.admit(2)
-        await ledger.log((Kind.OPEN, [0, 0, 0, 0, [1, 2]]), groups=[0])
-        await ledger.close()
-        mesh = await bench.follow()
-        size = bench.data.config.algorithm.group_size
+    ledger = await bench.start()
+    await bench.admit(2)
+    await ledger.log((Kind.OPEN, [0, 0, 0, 0, [1, 2]]), groups=[0])
+    await ledger.close()
+    mesh = await bench.follow()
+    size = bench.data.config.algorithm.group_size
 
-        bench.data = bench.data.elsewhere(tmp_path / "bundles/b", tmp_path / "runs/j/1")
-        moved = ShardLedger(mesh, bench.data)
-        assert await moved.take_over(lambda group, member: 0) == {}
-        row = await jobs.job(mesh.state, JOB)
-        assert row.host_lost == 2 * size
-        assert await groups.open_groups(mesh.state, JOB, mesh.name) == []
-        again = await groups.admit(mesh.state, JOB, mesh.name, mesh.token, 2, "again")
-        assert [a.prompt for a in again] == [0, 1] and {a.group for a in again} == {2, 3}
-        told = await events.read_all(mesh.state)
-        opened = [e.fields.get("ledger") for e in told if e.kind == "opened"]
-        assert opened == [None, f"host {mesh.settings.host}"]
-        # the head, which sees no ledger of it, takes them for what is under way
-        assert without_fate(told, JOB, set()).keys() == {2, 3}
-        assert [e.fields["reason"] for e in told if e.kind == "requeued"] == ["host_lost"] * 2
-        assert not [e for e in told if e.kind == EVENT]
-        on_record = await groups.claim_shard(mesh.state, JOB, mesh.name, mesh.token)
-        assert list(on_record) == [path.name for path in segments(moved.directory)]
-        assert (bench.data.run_dir / "ledger/shard-0").is_dir()  # nobody has touched it
+    bench.data = bench.data.elsewhere(tmp_path / "bundles/b", tmp_path / "runs/j/1")
+    moved = ShardLedger(mesh, bench.data)
+    assert await moved.take_over(lambda group, member: 0) == {}
+    row = await jobs.job(mesh.state, JOB)
+    assert row.host_lost == 2 * size
+    assert await groups.open_groups(mesh.state, JOB, mesh.name) == []
+    again = await groups.admit(mesh.state, JOB, mesh.name, mesh.token, 2, "again")
+    assert [a.prompt for a in again] == [0, 1] and {a.group for a in again} == {2, 3}
+    told = await events.read_all(mesh.state)
+    opened = [e.fields.get("ledger") for e in told if e.kind == "opened"]
+    assert opened == [None, f"host {mesh.settings.host}"]
+    # the head, which sees no ledger of it, takes them for what is under way
+    assert without_fate(told, JOB, set()).keys() == {2, 3}
+    assert [e.fields["reason"] for e in told if e.kind == "requeued"] == ["host_lost"] * 2
+    assert not [e for e in told if e.kind == EVENT]
+    on_record = await groups.claim_shard(mesh.state, JOB, mesh.name, mesh.token)
+    assert list(on_record) == [path.name for path in segments(moved.directory)]
+    assert (bench.data.run_dir / "ledger/shard-0").is_dir()  # nobody has touched it
 
-        await moved.log((Kind.OPEN, [2, 0, 0, 0, [1, 2]]), groups=[2])
-        await moved.close()
-        back = ShardLedger(await bench.follow(), bench.data)
-        assert set(await back.take_over(lambda group, member: 0)) == {2}  # on the same host
-        await back.close()
-
-    on_bench(tmp_path, story)
+    await moved.log((Kind.OPEN, [2, 0, 0, 0, [1, 2]]), groups=[2])
+    await moved.close()
+    back = ShardLedger(await bench.follow(), bench.data)
+    assert set(await back.take_over(lambda group, member: 0)) == {2}  # on the same host
+    await back.close()
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
@@ -218,86 +209,81 @@ def said(group: int, *tokens: int) -> TokenRows:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_shard_goes_on_from_a_damaged_segment_with_what_was_read_before(
-    tmp_path: Path, damage: str
+@story_on(on_bench, "tmp_path")
+async def test_a_shard_goes_on_from_a_damaged_segment_with_what_was_read_before(
+    bench: Bench, damage: str
 ) -> None:
     """Groups 0 to 2 are begun in a sealed segment, which is damaged; 0 and 1 go on, and 3 begins,
     in the next one. Only what lies before the damage, and group 3, is left.
     """
+    ledger = await bench.start()
+    mesh = bench.mesh
+    await bench.admit(4)
 
-    async def story(bench: Bench) -> None:
-        ledger = await bench.start()
-        mesh = bench.mesh
-        await bench.admit(4)
+    async def begin(group: int) -> None:
+        await ledger.log((Kind.OPEN, [group, 0, group, 0, [1, 2, 3]]), groups=[group])
 
-        async def begin(group: int) -> None:
-            await ledger.log((Kind.OPEN, [group, 0, group, 0, [1, 2, 3]]), groups=[group])
+    await begin(0)
+    for group in (1, 2):
+        await begin(group)
+        await ledger.tokens(said(group, 10 + group))
+    await ledger._new_segment()
+    await ledger.tokens(said(0, 20))
+    await ledger.tokens(said(1, 21))
+    await begin(3)
+    await ledger.tokens(said(3, 13))
+    await ledger.close()
+    first = segments(ledger.directory)[0]
+    DAMAGE[damage](first)
+    kept = [0] if damage in ("flipped record", "truncated") else []
 
-        await begin(0)
-        for group in (1, 2):
-            await begin(group)
-            await ledger.tokens(said(group, 10 + group))
-        await ledger._new_segment()
-        await ledger.tokens(said(0, 20))
-        await ledger.tokens(said(1, 21))
-        await begin(3)
-        await ledger.tokens(said(3, 13))
-        await ledger.close()
-        first = segments(ledger.directory)[0]
-        DAMAGE[damage](first)
-        kept = [0] if damage in ("flipped record", "truncated") else []
+    def left(found: dict[int, list[Any]]) -> dict[int, list[int]]:
+        return {group: t.tokens.tolist() for group, (t,) in found.items()}
 
-        def left(found: dict[int, list[Any]]) -> dict[int, list[int]]:
-            return {group: t.tokens.tolist() for group, (t,) in found.items()}
+    expected = {group: [1, 2, 3] for group in kept} | {3: [1, 2, 3, 13]}
+    heir = await bench.follow()
+    after = ShardLedger(heir, bench.data)
+    assert left(await after.take_over(lambda group, member: 0)) == expected
+    assert not first.exists()
+    aside = bench.data.run_dir / QUARANTINE / first.relative_to(bench.data.run_dir)
+    assert aside.exists() == (damage != "deleted")
+    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+    assert told.fields["path"] == str(first) and told.fields["job"] == JOB
+    assert told.fields["aside"] == (str(aside) if aside.exists() else "")
+    again = sorted({0, 1, 2} - set(kept))
+    assert f"groups {', '.join(map(str, again))} from the prompt" in told.fields["then"]
 
-        expected = {group: [1, 2, 3] for group in kept} | {3: [1, 2, 3, 13]}
-        heir = await bench.follow()
-        after = ShardLedger(heir, bench.data)
-        assert left(await after.take_over(lambda group, member: 0)) == expected
-        assert not first.exists()
-        aside = bench.data.run_dir / QUARANTINE / first.relative_to(bench.data.run_dir)
-        assert aside.exists() == (damage != "deleted")
-        (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
-        assert told.fields["path"] == str(first) and told.fields["job"] == JOB
-        assert told.fields["aside"] == (str(aside) if aside.exists() else "")
-        again = sorted({0, 1, 2} - set(kept))
-        assert f"groups {', '.join(map(str, again))} from the prompt" in told.fields["then"]
-
-        await after.tokens(said(3, 14))
-        for group in kept:
-            await after.tokens(said(group, 30))
-            expected[group] = [*expected[group], 30]
-        expected[3] = [*expected[3], 14]
-        await after.close()
-        last = await bench.follow()
-        third = ShardLedger(last, bench.data)
-        assert left(await third.take_over(lambda group, member: 0)) == expected
-        assert sum(e.kind == EVENT for e in await events.read_all(mesh.state)) == 1
-        await third.close()
-
-    on_bench(tmp_path, story)
+    await after.tokens(said(3, 14))
+    for group in kept:
+        await after.tokens(said(group, 30))
+        expected[group] = [*expected[group], 30]
+    expected[3] = [*expected[3], 14]
+    await after.close()
+    last = await bench.follow()
+    third = ShardLedger(last, bench.data)
+    assert left(await third.take_over(lambda group, member: 0)) == expected
+    assert sum(e.kind == EVENT for e in await events.read_all(mesh.state)) == 1
+    await third.close()
 
 
-def test_a_crash_before_a_segments_first_byte_alarms_nobody_and_a_deleted_open_one_does(
-    tmp_path: Path,
+@story_on(on_bench, "tmp_path")
+async def test_a_crash_before_a_segments_first_byte_alarms_nobody_and_a_deleted_open_one_does(
+    bench: Bench,
 ) -> None:
-    async def story(bench: Bench) -> None:
-        ledger = await bench.start()
-        mesh, path = bench.mesh, segments(ledger.directory)[0]
-        await ledger.close()
-        path.unlink()  # as if it had never been created
-        heir = await bench.follow()
-        after = ShardLedger(heir, bench.data)
-        await after.take_over(lambda group, member: 0)
-        assert not [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
-        await bench.admit(1)
-        await after.close()
-        segments(after.directory)[0].unlink()
-        last = await bench.follow()
-        third = ShardLedger(last, bench.data)
-        assert await third.take_over(lambda group, member: 0) == {}
-        (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
-        assert "group 0 from the prompt" in told.fields["then"]
-        await third.close()
-
-    on_bench(tmp_path, story)
+    ledger = await bench.start()
+    mesh, path = bench.mesh, segments(ledger.directory)[0]
+    await ledger.close()
+    path.unlink()  # as if it had never been created
+    heir = await bench.follow()
+    after = ShardLedger(heir, bench.data)
+    await after.take_over(lambda group, member: 0)
+    assert not [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+    await bench.admit(1)
+    await after.close()
+    segments(after.directory)[0].unlink()
+    last = await bench.follow()
+    third = ShardLedger(last, bench.data)
+    assert await third.take_over(lambda group, member: 0) == {}
+    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+    assert "group 0 from the prompt" in told.fields["then"]
+    await third.close()

@@ -30,6 +30,7 @@ from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in
 from tests.unit.common.generation.test_torch_engine import words
 
@@ -160,79 +161,73 @@ def on_bench(story: Callable[[Bench], object]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-def test_an_engine_that_refuses_for_a_while_costs_no_trajectory() -> None:
-    async def story(bench: Bench) -> None:
-        await bench.generate(0)
-        bench.engine.draining = True
-        later = asyncio.gather(*(bench.generate(member) for member in range(1, 9)))
-        await bench.clock.sleep(PATIENCE_S / 2)
-        assert not later.done()
-        bench.engine.draining = False
-        await later
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_an_engine_that_refuses_for_a_while_costs_no_trajectory(bench: Bench) -> None:
+    await bench.generate(0)
+    bench.engine.draining = True
+    later = asyncio.gather(*(bench.generate(member) for member in range(1, 9)))
+    await bench.clock.sleep(PATIENCE_S / 2)
+    assert not later.done()
+    bench.engine.draining = False
+    await later
 
 
-def test_a_trajectory_that_no_engine_ever_serves_fails_by_type() -> None:
-    async def story(bench: Bench) -> None:
-        await bench.generate(0)
-        bench.engine.draining = True
-        began = bench.clock.monotonic()
-        with pytest.raises(ToolFailed, match="engines have refused trajectory"):
-            await bench.generate(1)
-        assert bench.clock.monotonic() - began > PATIENCE_S
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_trajectory_that_no_engine_ever_serves_fails_by_type(bench: Bench) -> None:
+    await bench.generate(0)
+    bench.engine.draining = True
+    began = bench.clock.monotonic()
+    with pytest.raises(ToolFailed, match="engines have refused trajectory"):
+        await bench.generate(1)
+    assert bench.clock.monotonic() - began > PATIENCE_S
 
 
-def test_a_request_that_five_engines_in_a_row_fail_fails_by_type_and_no_later() -> None:
-    async def story(bench: Bench) -> None:
-        began = bench.clock.monotonic()
-        with pytest.raises(ToolFailed, match=f"{ATTEMPTS} engines in a row failed trajectory"):
-            await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
-        assert bench.clock.monotonic() - began < PATIENCE_S
-        assert bench.router.continued == ATTEMPTS
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_request_that_five_engines_in_a_row_fail_fails_by_type_and_no_later(
+    bench: Bench,
+) -> None:
+    began = bench.clock.monotonic()
+    with pytest.raises(ToolFailed, match=f"{ATTEMPTS} engines in a row failed trajectory"):
+        await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
+    assert bench.clock.monotonic() - began < PATIENCE_S
+    assert bench.router.continued == ATTEMPTS
 
 
 LONG = 400  # tokens of a turn that outlasts a few looks
 
 
-def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free() -> None:
-    async def story(bench: Bench) -> None:
-        other = bench.shard("rollout/1")
-        await bench.rollout.join(None)
-        await bench.generate(0)
-        await bench.generate(0, router=other)
-        before = bench.engine.engine.tokens_generated
-        first = [bench.generate(member, new=LONG) for member in range(SLOTS)]
-        second = [bench.generate(member, new=LONG, router=other) for member in range(SLOTS)]
-        everything = asyncio.gather(*first, *second)
-        await bench.clock.sleep(0.3)
-        assert bench.engine.engine.waiting == SLOTS
-        added = await bench.add("engine/g1")
-        await everything
-        assert bench.router.moved + other.moved == SLOTS
-        generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
-        assert generated - before == 2 * SLOTS * LONG  # none was generated again
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free(bench: Bench) -> None:
+    other = bench.shard("rollout/1")
+    await bench.rollout.join(None)
+    await bench.generate(0)
+    await bench.generate(0, router=other)
+    before = bench.engine.engine.tokens_generated
+    first = [bench.generate(member, new=LONG) for member in range(SLOTS)]
+    second = [bench.generate(member, new=LONG, router=other) for member in range(SLOTS)]
+    everything = asyncio.gather(*first, *second)
+    await bench.clock.sleep(0.3)
+    assert bench.engine.engine.waiting == SLOTS
+    added = await bench.add("engine/g1")
+    await everything
+    assert bench.router.moved + other.moved == SLOTS
+    generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
+    assert generated - before == 2 * SLOTS * LONG  # none was generated again
 
 
-def test_an_idle_engine_takes_what_runs_above_the_plateau_and_no_token_is_lost() -> None:
-    async def story(bench: Bench) -> None:
-        bench.plateau = 1
-        everything = asyncio.gather(*(bench.generate(m, new=LONG) for m in range(SLOTS)))
-        await bench.clock.sleep(0.3)
-        added = await bench.add("engine/g1")
-        await everything
-        assert bench.router.moved == SLOTS // 2
-        assert bench.router.continued == 0
-        generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
-        assert generated == SLOTS * LONG
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_an_idle_engine_takes_what_runs_above_the_plateau_and_no_token_is_lost(
+    bench: Bench,
+) -> None:
+    bench.plateau = 1
+    everything = asyncio.gather(*(bench.generate(m, new=LONG) for m in range(SLOTS)))
+    await bench.clock.sleep(0.3)
+    added = await bench.add("engine/g1")
+    await everything
+    assert bench.router.moved == SLOTS // 2
+    assert bench.router.continued == 0
+    generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
+    assert generated == SLOTS * LONG
 
 
 class TwoBuckets(Bench):
@@ -311,54 +306,50 @@ def test_an_engine_of_two_workers_takes_the_long_ones_when_it_comes_until_it_goe
     run_virtual(main, limit_s=3600.0)
 
 
-def test_time_without_any_engine_is_no_refusal() -> None:
-    async def story(bench: Bench) -> None:
-        await bench.generate(0)
-        bench.engine.draining = True
-        waits = [bench.begin(member) for member in range(1, 4)]
-        await bench.clock.sleep(2 * LOOK_S)  # they were refused
-        del bench.engines["engine/g0"]
-        await bench.clock.sleep(2 * PATIENCE_S)
-        late = await bench.add("engine/g1")
-        late.draining = True
-        await bench.clock.sleep(2 * LOOK_S)
-        late.draining = False
-        for wait in waits:
-            await wait
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_time_without_any_engine_is_no_refusal(bench: Bench) -> None:
+    await bench.generate(0)
+    bench.engine.draining = True
+    waits = [bench.begin(member) for member in range(1, 4)]
+    await bench.clock.sleep(2 * LOOK_S)  # they were refused
+    del bench.engines["engine/g0"]
+    await bench.clock.sleep(2 * PATIENCE_S)
+    late = await bench.add("engine/g1")
+    late.draining = True
+    await bench.clock.sleep(2 * LOOK_S)
+    late.draining = False
+    for wait in waits:
+        await wait
 
 
-def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone() -> None:
-    async def story(bench: Bench) -> None:
-        engine = bench.engine
-        await engine.weights.swap({}, 15, "m0.15", lineage=0)
-        assert (await bench.generate(0)).versions[-1] == 15
-        bench.router.enter(1)  # it begins at version 8
-        waits = bench.begin(1)
-        await bench.clock.sleep(20.0)
-        assert not waits.done(), "15 is a version of the abandoned lineage"
-        later = await bench.add("engine/g1")
-        await later.weights.swap({}, 8, "m0.8", lineage=1)
-        assert (await waits).versions[-1] == 8
-        await engine.weights.swap({}, 8, "m0.8", lineage=1)
-        await bench.clock.sleep(2 * LOOK_S)
-        assert bench.router.links["engine/g0"].version == 8
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone(bench: Bench) -> None:
+    engine = bench.engine
+    await engine.weights.swap({}, 15, "m0.15", lineage=0)
+    assert (await bench.generate(0)).versions[-1] == 15
+    bench.router.enter(1)  # it begins at version 8
+    waits = bench.begin(1)
+    await bench.clock.sleep(20.0)
+    assert not waits.done(), "15 is a version of the abandoned lineage"
+    later = await bench.add("engine/g1")
+    await later.weights.swap({}, 8, "m0.8", lineage=1)
+    assert (await waits).versions[-1] == 8
+    await engine.weights.swap({}, 8, "m0.8", lineage=1)
+    await bench.clock.sleep(2 * LOOK_S)
+    assert bench.router.links["engine/g0"].version == 8
 
 
-def test_a_lineage_that_begins_with_the_weights_that_are_loaded_is_served_by_them() -> None:
-    async def story(bench: Bench) -> None:
-        await bench.engine.weights.swap({}, 8, "m0.8", lineage=0)
-        bench.router.enter(1)
-        waits = bench.begin(0)
-        await bench.clock.sleep(2.0)
-        assert not waits.done()
-        bench.engine.weights.enter(1)
-        assert (await waits).versions[-1] == 8
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_lineage_that_begins_with_the_weights_that_are_loaded_is_served_by_them(
+    bench: Bench,
+) -> None:
+    await bench.engine.weights.swap({}, 8, "m0.8", lineage=0)
+    bench.router.enter(1)
+    waits = bench.begin(0)
+    await bench.clock.sleep(2.0)
+    assert not waits.done()
+    bench.engine.weights.enter(1)
+    assert (await waits).versions[-1] == 8
 
 
 def waits(bench: Bench) -> list[tuple[str, str]]:
@@ -367,53 +358,49 @@ def waits(bench: Bench) -> list[tuple[str, str]]:
     ]
 
 
-def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it() -> None:
-    async def story(bench: Bench) -> None:
-        await bench.generate(0)
-        t = Trajectory(0, 1, 0, version=5, seed=1)
-        t.begin([1, 2, 3])
-        ahead = asyncio.create_task(bench.router.stay(t).generate(3 + NEW))
-        await bench.clock.sleep(30.0)
-        assert waits(bench) == [("engine/g0", "an engine at version 5")]
-        del bench.engines["engine/g0"]
-        await bench.clock.sleep(2 * LOOK_S)
-        assert waits(bench) == [("an engine", "an engine at version 5")]
-        late = await bench.add("engine/g1")
-        await late.weights.swap({}, 5, "fifth")
-        assert await ahead == Finish.LENGTH
-        await bench.clock.sleep(2 * LOOK_S)
-        assert waits(bench) == []
-
-    on_bench(story)
-
-
-@pytest.mark.deep
-def test_to_wait_for_room_is_no_news() -> None:
-    async def story(bench: Bench) -> None:
-        everything = asyncio.gather(*(bench.generate(m, new=10 * LONG) for m in range(3 * SLOTS)))
-        await bench.clock.sleep(30.0)
-        assert bench.router.waiting == 2 * SLOTS and waits(bench) == []
-        await everything
-
-    on_bench(story)
+@story_on(on_bench)
+async def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it(
+    bench: Bench,
+) -> None:
+    await bench.generate(0)
+    t = Trajectory(0, 1, 0, version=5, seed=1)
+    t.begin([1, 2, 3])
+    ahead = asyncio.create_task(bench.router.stay(t).generate(3 + NEW))
+    await bench.clock.sleep(30.0)
+    assert waits(bench) == [("engine/g0", "an engine at version 5")]
+    del bench.engines["engine/g0"]
+    await bench.clock.sleep(2 * LOOK_S)
+    assert waits(bench) == [("an engine", "an engine at version 5")]
+    late = await bench.add("engine/g1")
+    await late.weights.swap({}, 5, "fifth")
+    assert await ahead == Finish.LENGTH
+    await bench.clock.sleep(2 * LOOK_S)
+    assert waits(bench) == []
 
 
 @pytest.mark.deep
-def test_two_shards_divide_what_moves_and_it_comes_to_rest() -> None:
-    async def story(bench: Bench) -> None:
-        other = bench.shard("rollout/1")
-        await bench.rollout.join(None)
-        bench.plateau = 2
-        mine = [bench.generate(member, new=10 * LONG) for member in range(SLOTS // 2)]
-        theirs = [bench.generate(m, new=10 * LONG, router=other) for m in range(SLOTS // 2)]
-        everything = asyncio.gather(*mine, *theirs)
-        await bench.clock.sleep(0.3)
-        await bench.add("engine/g1")
-        await bench.clock.sleep(20.0)
-        assert bench.router.moved + other.moved == SLOTS // 2
-        await everything
+@story_on(on_bench)
+async def test_to_wait_for_room_is_no_news(bench: Bench) -> None:
+    everything = asyncio.gather(*(bench.generate(m, new=10 * LONG) for m in range(3 * SLOTS)))
+    await bench.clock.sleep(30.0)
+    assert bench.router.waiting == 2 * SLOTS and waits(bench) == []
+    await everything
 
-    on_bench(story)
+
+@pytest.mark.deep
+@story_on(on_bench)
+async def test_two_shards_divide_what_moves_and_it_comes_to_rest(bench: Bench) -> None:
+    other = bench.shard("rollout/1")
+    await bench.rollout.join(None)
+    bench.plateau = 2
+    mine = [bench.generate(member, new=10 * LONG) for member in range(SLOTS // 2)]
+    theirs = [bench.generate(m, new=10 * LONG, router=other) for m in range(SLOTS // 2)]
+    everything = asyncio.gather(*mine, *theirs)
+    await bench.clock.sleep(0.3)
+    await bench.add("engine/g1")
+    await bench.clock.sleep(20.0)
+    assert bench.router.moved + other.moved == SLOTS // 2
+    await everything
 
 
 def test_who_belongs_to_a_bucket_without_an_engine_is_not_last_for_ever() -> None:

@@ -1,0 +1,33 @@
+"""Stories: tests that are coroutines, told on a stage that runs them, as under virtual time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+Story = Callable[..., Awaitable[None]]
+
+
+def story_on(stage: Callable[..., None], *fixtures: str) -> Callable[[Story], Callable[..., None]]:
+    """Make a test of a story. `stage` gets the values of `fixtures` and a function that it awaits
+    with what the story takes first; the rest of the story's arguments are fixtures of the test.
+    """
+
+    def made(story: Story) -> Callable[..., None]:
+        taken = list(inspect.signature(story).parameters.values())[1:]
+        own = [one.name for one in taken]
+
+        def test(**values: Any) -> None:
+            rest = {name: values[name] for name in own}
+            stage(*(values[name] for name in fixtures), lambda first: story(first, **rest))
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        names = dict.fromkeys((*own, *fixtures))
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        test.__name__, test.__doc__ = story.__name__, story.__doc__
+        test.__qualname__, test.__module__ = story.__qualname__, story.__module__
+        test.__signature__ = signature  # type: ignore[attr-defined]
+        return test
+
+    return made
