@@ -26,6 +26,7 @@ from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
@@ -144,180 +145,155 @@ def eager(seed: int) -> TorchEngine:
     return built_in("eager", 1, ROOM, seed)
 
 
-@pytest.fixture
-def on_bench(tmp_path: Path) -> Callable[[Callable[[Bench], Awaitable[None]]], None]:
+def on_bench(tmp_path: Path, story: Callable[[Bench], Awaitable[None]]) -> None:
     tokenizer = character_tokenizer(CHARACTERS, tmp_path / "tokenizer.json")
 
-    def run(story: Callable[[Bench], Awaitable[None]]) -> None:
-        async def main(clock: VirtualClock, random: Random) -> None:
-            bench = Bench(clock, random, tokenizer)
-            await bench.shard.join(None)
-            await story(bench)
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random, tokenizer)
+        await bench.shard.join(None)
+        await story(bench)
 
-        run_virtual(main, limit_s=7200.0)
-
-    return run
-
-
-Run = Callable[[Callable[[Bench], Awaitable[None]]], None]
+    run_virtual(main, limit_s=7200.0)
 
 
 def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def test_each_sequence_of_a_batch_is_scored_by_each_model(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        await bench.models()
-        sequences = [tokens(1, 2, 3), tokens(*range(ROOM)), tokens(7, 7)]
-        found = await asyncio.gather(*(bench.scorer.score(s) for s in sequences))
-        for sequence, scores in zip(sequences, found, strict=True):
-            assert set(scores) == {"reference", "teacher"}
-            for role, logprobs in scores.items():
-                assert logprobs[0] == 0 and len(logprobs) == len(sequence)
-                np.testing.assert_array_equal(logprobs[1:], bench.engines[role].score(sequence))
-            assert (scores["reference"][1:] != scores["teacher"][1:]).any()
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_each_sequence_of_a_batch_is_scored_by_each_model(bench: Bench) -> None:
+    await bench.models()
+    sequences = [tokens(1, 2, 3), tokens(*range(ROOM)), tokens(7, 7)]
+    found = await asyncio.gather(*(bench.scorer.score(s) for s in sequences))
+    for sequence, scores in zip(sequences, found, strict=True):
+        assert set(scores) == {"reference", "teacher"}
+        for role, logprobs in scores.items():
+            assert logprobs[0] == 0 and len(logprobs) == len(sequence)
+            np.testing.assert_array_equal(logprobs[1:], bench.engines[role].score(sequence))
+        assert (scores["reference"][1:] != scores["teacher"][1:]).any()
 
 
-def test_what_a_model_cannot_read_fails_alone_and_by_type(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        await bench.models()
-        sequences = [tokens(1, 2), tokens(*([1] * (ROOM + 1))), tokens(3, 99), tokens(3, 4)]
-        found = await asyncio.gather(
-            *(bench.scorer.score(s) for s in sequences), return_exceptions=True
-        )
-        assert [isinstance(one, ScoringFailed) for one in found] == [False, True, True, False]
-        assert "reference: " in str(found[1]) and "teacher: " in str(found[1])
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_what_a_model_cannot_read_fails_alone_and_by_type(bench: Bench) -> None:
+    await bench.models()
+    sequences = [tokens(1, 2), tokens(*([1] * (ROOM + 1))), tokens(3, 99), tokens(3, 4)]
+    found = await asyncio.gather(
+        *(bench.scorer.score(s) for s in sequences), return_exceptions=True
+    )
+    assert [isinstance(one, ScoringFailed) for one in found] == [False, True, True, False]
+    assert "reference: " in str(found[1]) and "teacher: " in str(found[1])
 
 
-def test_models_that_are_away_are_waited_for_by_name(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
-        await bench.clock.sleep(300.0)
-        assert not asked.done()
-        waits = bench.shard.waits.published([])
-        assert ("scoring/calc", "score by frozen models") in [(w["on"], w["what"]) for w in waits]
-        await bench.models()
-        assert set(await asked) == {"reference", "teacher"}
-        assert bench.shard.waits.published([]) == []
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_models_that_are_away_are_waited_for_by_name(bench: Bench) -> None:
+    asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+    await bench.clock.sleep(300.0)
+    assert not asked.done()
+    waits = bench.shard.waits.published([])
+    assert ("scoring/calc", "score by frozen models") in [(w["on"], w["what"]) for w in waits]
+    await bench.models()
+    assert set(await asked) == {"reference", "teacher"}
+    assert bench.shard.waits.published([]) == []
 
 
-def test_a_successor_answers_what_its_predecessor_was_asked(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        first = await bench.models(loaded=False)
-        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
-        await bench.clock.sleep(45.0)  # longer than one call waits for models that are loaded
-        assert not asked.done()
-        await first.mesh.leave()
-        await bench.models()
-        found = await asked
-        np.testing.assert_array_equal(
-            found["teacher"][1:], bench.engines["teacher"].score(tokens(1, 2, 3))
-        )
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_a_successor_answers_what_its_predecessor_was_asked(bench: Bench) -> None:
+    first = await bench.models(loaded=False)
+    asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+    await bench.clock.sleep(45.0)  # longer than one call waits for models that are loaded
+    assert not asked.done()
+    await first.mesh.leave()
+    await bench.models()
+    found = await asked
+    np.testing.assert_array_equal(
+        found["teacher"][1:], bench.engines["teacher"].score(tokens(1, 2, 3))
+    )
 
 
-def test_a_draining_process_sends_those_who_ask_to_its_successor(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        first = await bench.models()
-        first.drain(Drain("moved"))
-        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
-        await bench.clock.sleep(5.0)
-        await first.mesh.leave()
-        await bench.models()
-        assert set(await asked) == {"reference", "teacher"}
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_a_draining_process_sends_those_who_ask_to_its_successor(bench: Bench) -> None:
+    first = await bench.models()
+    first.drain(Drain("moved"))
+    asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+    await bench.clock.sleep(5.0)
+    await first.mesh.leave()
+    await bench.models()
+    assert set(await asked) == {"reference", "teacher"}
 
 
-def test_models_that_sleep_score_the_same_when_they_wake(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        served = await bench.models()
-        before = await bench.scorer.score(tokens(1, 2, 3))
-        for epoch, tier in enumerate(("memory", "disk"), 1):
-            held = await served.settle(Settle(tier, epoch, turns=False, segments="", files=""))
-            assert (held.accelerator, held.memory, held.disk) == (0, 0, 0) and not served._models
-        asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
-        await bench.clock.sleep(5.0)
-        assert not asked.done()
-        await served.settle(Settle("accelerator", 3, turns=False, segments="", files=""))
-        after = await asked
-        assert before.keys() == after.keys()
-        for role, logprobs in before.items():
-            np.testing.assert_array_equal(logprobs, after[role])
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_models_that_sleep_score_the_same_when_they_wake(bench: Bench) -> None:
+    served = await bench.models()
+    before = await bench.scorer.score(tokens(1, 2, 3))
+    for epoch, tier in enumerate(("memory", "disk"), 1):
+        held = await served.settle(Settle(tier, epoch, turns=False, segments="", files=""))
+        assert (held.accelerator, held.memory, held.disk) == (0, 0, 0) and not served._models
+    asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+    await bench.clock.sleep(5.0)
+    assert not asked.done()
+    await served.settle(Settle("accelerator", 3, turns=False, segments="", files=""))
+    after = await asked
+    assert before.keys() == after.keys()
+    for role, logprobs in before.items():
+        np.testing.assert_array_equal(logprobs, after[role])
 
 
-def test_a_batch_that_nobody_waits_for_is_over_before_the_next_begins(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        await bench.models()
-        left = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
-        await bench.clock.sleep(BATCH_S / 2)
-        assert bench.threads.running == 1
-        await bench.scorer.close()  # as a shard that is killed leaves its calls
-        left.cancel()
-        scorer = Scorer(bench.shard, bench.job)
-        found = await asyncio.gather(*(scorer.score(tokens(1, n)) for n in range(2, 5)))
-        assert bench.threads.most == 1
-        expected = [bench.engines["teacher"].score(tokens(1, n)) for n in range(2, 5)]
-        np.testing.assert_array_equal([one["teacher"][1:] for one in found], expected)
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_a_batch_that_nobody_waits_for_is_over_before_the_next_begins(bench: Bench) -> None:
+    await bench.models()
+    left = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
+    await bench.clock.sleep(BATCH_S / 2)
+    assert bench.threads.running == 1
+    await bench.scorer.close()  # as a shard that is killed leaves its calls
+    left.cancel()
+    scorer = Scorer(bench.shard, bench.job)
+    found = await asyncio.gather(*(scorer.score(tokens(1, n)) for n in range(2, 5)))
+    assert bench.threads.most == 1
+    expected = [bench.engines["teacher"].score(tokens(1, n)) for n in range(2, 5)]
+    np.testing.assert_array_equal([one["teacher"][1:] for one in found], expected)
 
 
-def test_what_breaks_the_process_fails_alone_and_the_process_starts_again(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        bench.engines["teacher"] = Spoilt(eager(1), RuntimeError("CUDA error: out of memory"))
-        keeping = asyncio.create_task(bench.keep_up())
-        sequences = [tokens(1, 2), tokens(3, BAD), tokens(3, 4)]
-        found = await asyncio.gather(
-            *(bench.scorer.score(s) for s in sequences), return_exceptions=True
-        )
-        assert [isinstance(one, ScoringFailed) for one in found] == [False, True, False]
-        assert "RuntimeError: CUDA error: out of memory" in str(found[1])
-        await bench.scorer.score(tokens(5, 6))
-        assert bench.starts == 3, "by the batch with it, and by it alone"
-        assert not keeping.done()
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_what_breaks_the_process_fails_alone_and_the_process_starts_again(
+    bench: Bench,
+) -> None:
+    bench.engines["teacher"] = Spoilt(eager(1), RuntimeError("CUDA error: out of memory"))
+    keeping = asyncio.create_task(bench.keep_up())
+    sequences = [tokens(1, 2), tokens(3, BAD), tokens(3, 4)]
+    found = await asyncio.gather(
+        *(bench.scorer.score(s) for s in sequences), return_exceptions=True
+    )
+    assert [isinstance(one, ScoringFailed) for one in found] == [False, True, False]
+    assert "RuntimeError: CUDA error: out of memory" in str(found[1])
+    await bench.scorer.score(tokens(5, 6))
+    assert bench.starts == 3, "by the batch with it, and by it alone"
+    assert not keeping.done()
 
 
 @pytest.mark.parametrize("answer", [np.nan, -np.inf])
-def test_what_is_no_number_is_no_score(on_bench: Run, answer: float) -> None:
-    async def story(bench: Bench) -> None:
-        bench.engines["reference"] = Spoilt(eager(1), answer)
-        await bench.models()
-        good, bad = await asyncio.gather(
-            *(bench.scorer.score(tokens(1, n)) for n in (2, BAD)), return_exceptions=True
-        )
-        assert isinstance(good, dict)
-        assert isinstance(bad, ScoringFailed) and "reference: " in str(bad)
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_what_is_no_number_is_no_score(bench: Bench, answer: float) -> None:
+    bench.engines["reference"] = Spoilt(eager(1), answer)
+    await bench.models()
+    good, bad = await asyncio.gather(
+        *(bench.scorer.score(tokens(1, n)) for n in (2, BAD)), return_exceptions=True
+    )
+    assert isinstance(good, dict)
+    assert isinstance(bad, ScoringFailed) and "reference: " in str(bad)
 
 
-def test_a_verdict_that_is_no_number_fails_by_type(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        served = await bench.models(loaded=False)
-        judge = FrozenModel(cast(TorchEngine, Spoilt(eager(5), np.nan)), bench.tokenizer)
-        served.serve({"reward": judge})
-        with pytest.raises(ScoringFailed, match="nan"):
-            await bench.scorer.verdict([CHARACTERS[BAD]])
-        assert 0 < await bench.scorer.verdict(["a"]) < 1
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_a_verdict_that_is_no_number_fails_by_type(bench: Bench) -> None:
+    served = await bench.models(loaded=False)
+    judge = FrozenModel(cast(TorchEngine, Spoilt(eager(5), np.nan)), bench.tokenizer)
+    served.serve({"reward": judge})
+    with pytest.raises(ScoringFailed, match="nan"):
+        await bench.scorer.verdict([CHARACTERS[BAD]])
+    assert 0 < await bench.scorer.verdict(["a"]) < 1
 
 
 def test_models_that_never_come_fail_the_trajectory_by_type(
-    on_bench: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "PATIENCE_S", 600.0)
 
@@ -325,26 +301,24 @@ def test_models_that_never_come_fail_the_trajectory_by_type(
         with pytest.raises(ScoringFailed, match="scoring/calc"):
             await bench.scorer.score(tokens(1, 2, 3))
 
-    on_bench(story)
+    on_bench(tmp_path, story)
 
 
-def test_a_verdict_is_the_probability_of_yes_against_no(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        await bench.models()
-        engine = eager(5)
+@story_on(on_bench, "tmp_path")
+async def test_a_verdict_is_the_probability_of_yes_against_no(bench: Bench) -> None:
+    await bench.models()
+    engine = eager(5)
 
-        def likelihood(text: str, ending: str) -> float:
-            ids = bench.tokenizer.encode(text + ending)
-            return float(engine.score(np.array(ids, np.int32))[-len(ending) :].sum())
+    def likelihood(text: str, ending: str) -> float:
+        ids = bench.tokenizer.encode(text + ending)
+        return float(engine.score(np.array(ids, np.int32))[-len(ending) :].sum())
 
-        texts = ["is 1 a number?", "why?"]
-        found = await asyncio.gather(*(bench.scorer.verdict([text]) for text in texts))
-        for text, verdict in zip(texts, found, strict=True):
-            yes, no = (np.exp(likelihood(text, ending)) for ending in ("y", "no"))
-            assert verdict == pytest.approx(yes / (yes + no), rel=1e-4)
-            assert 0 < verdict < 1
-
-    on_bench(story)
+    texts = ["is 1 a number?", "why?"]
+    found = await asyncio.gather(*(bench.scorer.verdict([text]) for text in texts))
+    for text, verdict in zip(texts, found, strict=True):
+        yes, no = (np.exp(likelihood(text, ending)) for ending in ("y", "no"))
+        assert verdict == pytest.approx(yes / (yes + no), rel=1e-4)
+        assert 0 < verdict < 1
 
 
 def test_untrusted_parts_of_a_question_hold_no_special_token(tmp_path: Path) -> None:
@@ -356,16 +330,14 @@ def test_untrusted_parts_of_a_question_hold_no_special_token(tmp_path: Path) -> 
     assert forged in judge.decode(asked)
 
 
-def test_a_question_that_the_judge_cannot_read_fails_by_type(on_bench: Run) -> None:
-    async def story(bench: Bench) -> None:
-        await bench.models()
-        texts = ["fine?", "Ω", "long" * ROOM]
-        found = await asyncio.gather(
-            *(bench.scorer.verdict([text]) for text in texts), return_exceptions=True
-        )
-        assert [isinstance(one, ScoringFailed) for one in found] == [False, True, True]
-
-    on_bench(story)
+@story_on(on_bench, "tmp_path")
+async def test_a_question_that_the_judge_cannot_read_fails_by_type(bench: Bench) -> None:
+    await bench.models()
+    texts = ["fine?", "Ω", "long" * ROOM]
+    found = await asyncio.gather(
+        *(bench.scorer.verdict([text]) for text in texts), return_exceptions=True
+    )
+    assert [isinstance(one, ScoringFailed) for one in found] == [False, True, True]
 
 
 def test_members_that_nobody_read_are_zeros_beside_the_others() -> None:
