@@ -29,34 +29,8 @@ PLAIN = (  # and is a token that is not special, as in Qwen's tokenizers
     "</think>",
 )
 OUTCOMES = ("equal", "kept", "unread", "refused", "unequal")
-SYSTEM: Message = {"role": "system", "content": "Be brief."}
-USER: Message = {"role": "user", "content": "What is 1 + 2?"}
-ANSWER: Message = {"role": "assistant", "content": "It is 3."}
-AGAIN: Message = {"role": "user", "content": 'And <b>2 + 2</b>, "é"?'}
-ADD: Message = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
-CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call00001",
-            "type": "function",
-            "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
-        }
-    ],
-}
-VALUE: Message = {"role": "tool", "tool_call_id": "call00001", "name": "add", "content": "3"}
+MESSAGES: dict[str, Message] = json.loads(Path(__file__).with_name("messages.json").read_text())
+SYSTEM, USER, ANSWER, AGAIN, ADD, CALL, VALUE = MESSAGES.values()
 ORDER = ("equal", "kept", "unread", "refused", "unequal")  # a conversation is as its worst step
 CONVERSATIONS: dict[str, tuple[list[Message], list[Message], list[Message]]] = {
     # name: tools, the prompt, then a turn of the model and what follows it, and so on

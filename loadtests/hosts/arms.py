@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 
+from loadtests.hosts.eye import Look
 from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of
 from loadtests.hosts.plan import Plan, books
 from loadtests.jobs.plan import greedy
 from loadtests.measuring.rounds import Arm
+from loadtests.namespaces.hosts import Hosts
 
 WORKERS = 3  # in all: an engine, a core, and one that the planner gives to either
 EACH = (1, 1, 1)
@@ -46,30 +50,49 @@ async def paced(plan: Plan, spread: bool) -> Arm:
         return told | books(summary) | honest.told(mesh)
 
 
+@contextlib.asynccontextmanager
+async def training(
+    plan: Plan, workers: tuple[int, ...] = EACH, count: int = 0, steps: int = FOREVER, *more: str
+) -> AsyncIterator[tuple[Hosts, HostsMesh, Arm]]:
+    """Yield hosts whose mesh trains a paced job, and a figure for what is found of them.
+
+    The job is in its stride as the block begins; behind it the job ends, and the figure has its
+    books, and what tells whether they are worth anything.
+
+    Args:
+        plan: What all arms have in common.
+        workers: Of each host, the head's first.
+        count: Hosts, if there are more than have workers.
+        steps: Of the job; one that is to train forever is cancelled.
+        more: Further changes to the job.
+    """
+    async with plan.hosts(count or len(workers)) as hosts, mesh_over(hosts, workers) as mesh:
+        honest, told = Honest(hosts), Arm()
+        await mesh.submit(plan.job, "paced", *plan.paced(steps), *more)
+        await mesh.step("paced", BEGUN)
+        yield hosts, mesh, told
+        if steps == FOREVER:
+            await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
+        summary = await mesh.finished("paced")
+        told |= {"phase": summary["phase"]} | books(summary) | honest.told(mesh)
+
+
 async def killed(plan: Plan) -> Arm:
     """A host with a worker and a shard, killed while a paced job trains on three."""
-    async with plan.hosts() as hosts, mesh_over(hosts, EACH) as mesh:
-        honest = Honest(hosts)
-        shards = f"rollout.shards={len(EACH)}"  # one on each
-        await mesh.submit(plan.job, "paced", *plan.paced(), shards)
-        await mesh.step("paced", BEGUN)
+    shards = f"rollout.shards={len(EACH)}"  # one on each
+    async with training(plan, EACH, 0, plan.steps, shards) as (hosts, mesh, told):
         on = [process["name"] for process in mesh.seen[-1].processes if _is_on(mesh, process, 1)]
         began = time.time()
         await hosts.kill(1)
-        reached = max(step_of(look, "paced") for look in mesh.seen)
         # The next step may have been computed already: the one after it was not.
-        again = await mesh.step("paced", reached + 2, AGAIN_S)
-        summary = await mesh.finished("paced")
-        told = {"recover_s": round(again.at - began, 2), "on_it": on, "phase": summary["phase"]}
-        return told | books(summary) | honest.told(mesh)
+        again = await further(mesh, 2)
+        told |= {"recover_s": round(again.at - began, 2), "on_it": on}
+    return told
 
 
 async def partitions(plan: Plan) -> Arm:
     """Each host in turn is cut off, and comes back, while a paced job trains."""
-    async with plan.hosts() as hosts, mesh_over(hosts, EACH) as mesh:
-        honest = Honest(hosts)
-        await mesh.submit(plan.job, "paced", *plan.paced(FOREVER))
-        await mesh.step("paced", BEGUN)
+    async with training(plan) as (hosts, mesh, told):
         named: dict[str, float | None] = {}
         again: dict[str, float] = {}
         for number in range(len(EACH)):
@@ -77,58 +100,48 @@ async def partitions(plan: Plan) -> Arm:
             async with hosts.partition(number):
                 await asyncio.sleep(plan.cut_s)
             named[f"h{number}"] = named_s(mesh, first, began, number)
-            reached = max(step_of(look, "paced") for look in mesh.seen)
-            look = await mesh.step("paced", reached + 2, AGAIN_S)
+            look = await further(mesh, 2)
             again[f"h{number}"] = round(look.at - began - plan.cut_s, 2)
-        await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
-        summary = await mesh.finished("paced")
-        leaders = mesh.leaders()
         times = [seconds for seconds in named.values() if seconds is not None]
-        told = {
+        told |= {
             "stall_named_s": max(times, default=None) if len(times) == len(EACH) else None,
             "named_s": named,
             "recover_s": again,
-            "leaders_per_token": max(map(len, leaders.values()), default=0),
-            "tokens": len(leaders),
-            "phase": summary["phase"],
         }
-        return told | books(summary) | honest.told(mesh)
+    leaders = mesh.leaders()
+    most = max(map(len, leaders.values()), default=0)
+    return told | {"leaders_per_token": most, "tokens": len(leaders)}
 
 
 async def joining(plan: Plan) -> Arm:
     """A host joins while a paced job trains on two, and is drained again."""
-    async with plan.hosts() as hosts, mesh_over(hosts, EACH[:2]) as mesh:
-        honest = Honest(hosts)
-        await mesh.submit(plan.job, "paced", *plan.paced(FOREVER))
-        await mesh.step("paced", BEGUN)
+    async with training(plan, EACH[:2], len(EACH)) as (_, mesh, told):
         began = await mesh.join(2, 1)
         first, _ = await mesh.until(lambda look: _tokens_on(mesh, look.processes, 2), TOKENS_S)
         drained = time.time()
         await mesh.meshrl("drain", mesh.names[2], "--wait", "--mesh", ROOT)
         took = time.time() - drained
-        step = step_of(mesh.seen[-1], "paced")
-        await mesh.step("paced", step + 2, AGAIN_S)
-        await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
-        summary = await mesh.finished("paced")
-        told = {"join_s": round(first.at - began, 2), "drain_s": round(took, 2)}
-        return told | {"phase": summary["phase"]} | books(summary) | honest.told(mesh)
+        await further(mesh, 2)
+        told |= {"join_s": round(first.at - began, 2), "drain_s": round(took, 2)}
+    return told
 
 
 async def doors(plan: Plan) -> Arm:
     """Each role against each method of each process, and callers without a key, while a paced job
     trains on two hosts.
     """
-    async with plan.hosts(2) as hosts, mesh_over(hosts, EACH[:2]) as mesh:
-        honest = Honest(hosts)
-        await mesh.submit(plan.job, "paced", *plan.paced(FOREVER))
-        await mesh.step("paced", BEGUN)
+    async with training(plan, EACH[:2]) as (_, mesh, told):
         words = ("python", "-m", "loadtests.doors.matrix", ROOT)
         tried = await mesh.head.run(*words, check=False, timeout_s=MATRIX_S)
-        await mesh.step("paced", step_of(mesh.seen[-1], "paced") + 1, AGAIN_S)
-        await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
-        summary = await mesh.finished("paced")
-        matrix: Arm = json.loads(tried.out)
-        return matrix | {"phase": summary["phase"]} | books(summary) | honest.told(mesh)
+        await further(mesh, 1)
+        told |= json.loads(tried.out)
+    return told
+
+
+async def further(mesh: HostsMesh, steps: int) -> Look:
+    """Return the look at which the paced job has done so many steps more."""
+    reached = max(step_of(look, "paced") for look in mesh.seen)
+    return await mesh.step("paced", reached + steps, AGAIN_S)
 
 
 def workers(mesh: HostsMesh) -> int:

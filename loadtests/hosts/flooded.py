@@ -9,29 +9,24 @@ from dataclasses import asdict
 import psutil
 
 from common.mesh.process.peers import listeners
+from loadtests.hosts.arms import further, training
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
-from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of
-from loadtests.hosts.plan import Plan, books
+from loadtests.hosts.plan import Plan
 from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.init import HOME
 
 STRANGER = 2  # number of the host that floods
-FOREVER, BEGUN = 100_000, 3  # steps
 WAVES = 4  # the first fills what is filled once
 WAVE_S = 1800.0
 SETTLE_S = 35.0  # handshakes that were begun are given up after 30
-AGAIN_S = 300.0
 JAILED = "rlimit="  # in the command line of what a sandbox runs code in, and changes by itself
 
 
 async def flooded(plan: Plan) -> Arm:
     """Frames from a third host to all ports of two that are not on their loopback."""
-    async with plan.hosts(STRANGER + 1) as hosts, mesh_over(hosts, (1, 1)) as mesh:
-        honest = Honest(hosts)
-        await mesh.submit(plan.job, "paced", *plan.paced(FOREVER))
-        await mesh.step("paced", BEGUN)
+    async with training(plan, (1, 1), STRANGER + 1) as (hosts, mesh, told):
         listening = {
             (host.number, process.pid): taken
             for host in (hosts[0], hosts[1])
@@ -46,22 +41,15 @@ async def flooded(plan: Plan) -> Arm:
             await asyncio.sleep(SETTLE_S)
             readings.append(read(watched))
         grew = between(readings[0], readings[-1])
-        return await ended(mesh) | {
+        await further(mesh, 1)
+        told |= {
             "flood_frames": sum(wave.frames for wave in waves),
             "flood_frames_per_s": round(plan.frames / sum(wave.seconds for wave in waves)),
             "flood_ports": len(targets),
             "flood_unheard": sum(wave.unheard for wave in waves),
             **grew.figures(),
-            **honest.told(mesh),
         }
-
-
-async def ended(mesh: HostsMesh) -> Arm:
-    """The books of the job, which goes on and is stopped."""
-    await mesh.step("paced", step_of(mesh.seen[-1], "paced") + 1, AGAIN_S)
-    await mesh.meshrl("cancel", "paced", "--mesh", ROOT)
-    summary = await mesh.finished("paced")
-    return {"phase": summary["phase"]} | books(summary)
+    return told
 
 
 def ports(process: psutil.Process, host: Host) -> list[tuple[str, int]]:

@@ -25,14 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(host: Host) -> AsyncIterator[None]:
-    """A server of `loadtests.namespaces.probe` on a host, once it listens."""
-    words = ("python", "-m", "loadtests.namespaces.probe", "serve", str(PORT))
+    """A server of `tests.hosts.probe` on a host, once it listens."""
+    words = ("python", "-m", "tests.hosts.probe", "serve", str(PORT))
     async with host.started(*words, pipes=True) as server:
         assert server.stdout and await server.stdout.readline() == b"ready\n"
         yield
 
 
 async def probed(asking: Host, what: str, asked: Host, count: int) -> list[float]:
-    """What `loadtests.namespaces.probe` finds from one host to another."""
-    words = ("loadtests.namespaces.probe", what, asked.address, str(PORT), str(count))
+    """What `tests.hosts.probe` finds from one host to another."""
+    words = ("tests.hosts.probe", what, asked.address, str(PORT), str(count))
     return [json.loads(line) for line in (await asking.run("python", "-m", *words)).out.split()]

@@ -93,7 +93,7 @@ async def test_a_share_of_packets_is_lost_and_connections_bear_it() -> None:
 @pytest.mark.deep
 async def test_a_partition_cuts_one_host_off_and_an_open_connection_outlives_it() -> None:
     async with Hosts(3) as hosts, serving(hosts[0]):
-        words = ("loadtests.namespaces.probe", "ask", hosts[0].address, str(PORT))
+        words = ("tests.hosts.probe", "ask", hosts[0].address, str(PORT))
         async with hosts[1].started("python", "-m", *words, "800", pipes=True) as asking:
             assert asking.stdout and await asking.stdout.readline()
             async with hosts.partition(1):
@@ -116,7 +116,7 @@ async def test_a_killed_host_is_silent_and_comes_back_with_its_disk() -> None:
             _, left = await asyncio.to_thread(psutil.wait_procs, processes, timeout=scaled(20.0))
             assert not left
         refused = await hosts[0].run(
-            *("python", "-m", "loadtests.namespaces.probe", "ask", "10.77.1.2", str(PORT), "1"),
+            *("python", "-m", "tests.hosts.probe", "ask", "10.77.1.2", str(PORT), "1"),
             check=False,
         )
         assert "timed out" in refused.err, "a dead host answers nothing, not even a refusal"

@@ -1,9 +1,9 @@
 """What a network does to connections: a program that serves on one host, and asks from another.
 
-    python -m loadtests.namespaces.probe serve PORT
-    python -m loadtests.namespaces.probe send HOST PORT BYTES     # bytes a second
-    python -m loadtests.namespaces.probe ask HOST PORT TIMES      # seconds, for each round trip
-    python -m loadtests.namespaces.probe datagrams HOST PORT TIMES  # how many of them arrive
+    python -m tests.hosts.probe serve PORT
+    python -m tests.hosts.probe send HOST PORT BYTES     # bytes a second
+    python -m tests.hosts.probe ask HOST PORT TIMES      # seconds, for each round trip
+    python -m tests.hosts.probe datagrams HOST PORT TIMES  # how many of them arrive
 
 `serve` takes connections: 8 bytes say how many come behind them, and a byte answers them all.
 `datagrams` counts those that its peer, which sends back what it gets, has answered. All prints
