@@ -82,6 +82,17 @@ class Rollout:
         found = self.intake.groups(1, stale, refill.replaces)
         return [group async for group in found]
 
+    async def replaces(self, good: int, *stale: int, counted: str = "host_lost") -> None:
+        """A step takes this group and, in place of another that is counted so, one that comes."""
+        taking = asyncio.ensure_future(self.taken(Refill(CONFIG), *stale))
+        async with asyncio.timeout(scaled(20)):
+            while not (await self.account())[counted]:
+                assert not taking.done()
+                await asyncio.sleep(0.01)
+            (another,) = await self.finish([0.0, 1.0])
+            assert [one.group for one in await taking] == [good, another]
+        assert (await self.account())["lost"] == 0
+
     async def account(self) -> dict[str, int]:
         state = self.mesh.state
         in_flight = (await groups.in_flight(state, JOB)).samples
@@ -155,16 +166,28 @@ async def test_without_dynamic_sampling_the_step_takes_them(rollout: Rollout) ->
     assert refill.count == 0
 
 
-async def test_a_garbled_group_goes_back_to_the_cursor_and_another_comes(rollout: Rollout) -> None:
+async def test_a_group_that_cannot_be_read_goes_back_to_the_cursor_and_another_comes(
+    rollout: Rollout,
+) -> None:
     await rollout.finish([1.0, 0.0], garbled=True)
     (good,) = await rollout.finish([1.0, 0.0])
-    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
-    async with asyncio.timeout(scaled(20)):
-        while not (await rollout.account())["host_lost"]:
-            await asyncio.sleep(0.01)
-        (another,) = await rollout.finish([0.0, 1.0])
-        assert [one.group for one in await taking] == [good, another]
-    assert (await rollout.account())["lost"] == 0
+    await rollout.replaces(good)
+
+
+async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
+    made = group([1.0, 0.0], version=0, reference=True)
+    await rollout.hand_in(replace(made, reference=made.reference[:-1]))
+    (good,) = await rollout.finish([1.0, 0.0])
+    await rollout.replaces(good)
+
+
+async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
+    rollout: Rollout,
+) -> None:
+    stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
+    await rollout.replaces(good, stale, counted="stale_requeued")
+    account = await rollout.account()
+    assert (account["stale_requeued"], account["host_lost"]) == (2, 0)
 
 
 async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
@@ -176,32 +199,12 @@ async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
     )
     path = ChunkStore(tmp_path / "store").space(GROUPS).path(leased.groups[0].digest)
     flip(path, b"")
-    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
-    async with asyncio.timeout(scaled(20)):
-        while not (await rollout.account())["host_lost"]:
-            await asyncio.sleep(0.01)
-        (another,) = await rollout.finish([0.0, 1.0])
-        assert [one.group for one in await taking] == [ids[1], another]
-    assert (await rollout.account())["lost"] == 0
+    await rollout.replaces(ids[1])
     found = await events.read_all(rollout.mesh.state)
     [told] = [event.fields for event in found if event.kind == "damaged"]
     assert (told["what"], told["job"], told["path"]) == ("group", JOB, str(path))
     kept = tmp_path / "store" / "quarantine" / GROUPS / path.parent.name / path.name
     assert told["aside"] == str(kept)
-
-
-async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: Rollout) -> None:
-    made = group([1.0, 0.0], version=0, reference=True)
-    await rollout.hand_in(replace(made, reference=made.reference[:-1]))
-    (good,) = await rollout.finish([1.0, 0.0])
-    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG)))
-    async with asyncio.timeout(scaled(20)):
-        while not (await rollout.account())["host_lost"]:
-            assert not taking.done()
-            await asyncio.sleep(0.01)
-        (another,) = await rollout.finish([0.0, 1.0])
-        assert [one.group for one in await taking] == [good, another]
-    assert (await rollout.account())["lost"] == 0
 
 
 async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Rollout) -> None:
@@ -213,20 +216,6 @@ async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Ro
     leased = await groups.lease_groups(mesh.state, JOB, mesh.name, mesh.token, 1, ())
     rows = {row.group: row for row in leased.groups}
     assert [rows[i].min_version for i in ids] == [3, 2]
-
-
-async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
-    rollout: Rollout,
-) -> None:
-    stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
-    taking = asyncio.ensure_future(rollout.taken(Refill(CONFIG), stale))
-    async with asyncio.timeout(scaled(20)):
-        while not (await rollout.account())["stale_requeued"]:
-            await asyncio.sleep(0.01)
-        (another,) = await rollout.finish([0.0, 1.0])
-        assert [one.group for one in await taking] == [good, another]
-    account = await rollout.account()
-    assert (account["stale_requeued"], account["host_lost"], account["lost"]) == (2, 0, 0)
 
 
 @pytest.mark.parametrize("still", ["asleep", "paused"])
