@@ -36,6 +36,10 @@ class SecondRank(Rank):
         self.moment = Part((6, 1), first, torch.zeros(2, 1))
         self.weights = Part((8,), 2, torch.zeros(3))
 
+    @property
+    def learner(self) -> Any:
+        return self
+
     def outline(self, optimizer: bool) -> Mapping[str, torch.Tensor]:
         return {}
 

@@ -30,6 +30,10 @@ class SecondRank(Rank):
     def __init__(self) -> None:
         super().__init__(lambda mesh: pytest.fail("it forms no group"), 1, 2, "cpu")
 
+    @property
+    def learner(self) -> Any:
+        return self
+
     def saved(self, masters: bool) -> dict[str, Part]:
         return {"moment": Part((4, 2), 2, torch.ones(2, 2))}
 
