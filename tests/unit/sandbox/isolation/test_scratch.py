@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from services.sandbox.isolation.resources import scratch
-from tests.load import scaled
+from tests.unit.sandbox.beside import PLAIN, printed
 
-ROOT = Path(__file__).parents[4]
 LEFT = """
 import os, sys
 from services.sandbox.isolation.resources import scratch
@@ -39,16 +35,7 @@ scratch.remove(outside)
 
 
 def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() -> None:
-    become = ["-m", "tests.unit.sandbox.plain_user", sys.executable] if os.getuid() == 0 else []
-    done = subprocess.run(
-        [sys.executable, *become, "-c", LEFT],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=scaled(100),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed(LEFT, become=PLAIN if os.getuid() == 0 else ())
 
 
 @pytest.mark.needs("root")

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +11,9 @@ from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources import users
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from tests.load import scaled
+from tests.unit.sandbox.beside import STILL_ROOT, printed
 from tests.unit.sandbox.launching import launching
 
-ROOT = Path(__file__).parents[4]
 LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=256 * MIB, processes=8)
 WHO = """
 import json, os
@@ -67,22 +62,11 @@ async def test_jails_at_once_are_users_of_their_own() -> None:
 @pytest.mark.needs("landlock")
 def test_without_namespaces_too() -> None:
     """Through `plain_user`, which shows this checkout to users that cannot reach it."""
-    command = [sys.executable, "-m", "tests.unit.sandbox.plain_user", "--still-root"]
-    program = "from tests.unit.sandbox.isolation import test_users as t; t.main()"
-    done = subprocess.run(
-        [*command, sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=scaled(100),
+    program = (
+        "import asyncio, json; from tests.unit.sandbox.isolation import test_users as t; "
+        "print(json.dumps(asyncio.run(t.of_three('landlock'))))"
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    check(json.loads(done.stdout))
-
-
-def main() -> None:
-    print(json.dumps(asyncio.run(of_three("landlock"))))
+    check(json.loads(printed(program, become=STILL_ROOT)))
 
 
 HELD = """
@@ -104,20 +88,11 @@ async def without_own_users() -> str:
 @pytest.mark.rotating(3)
 @pytest.mark.needs("landlock")
 def test_without_users_of_their_own_programs_have_no_capabilities_either() -> None:
-    command = [sys.executable, "-m", "tests.unit.sandbox.plain_user", "--still-root"]
     program = (
         "import asyncio; from tests.unit.sandbox.isolation import test_users as t; "
         "print(asyncio.run(t.without_own_users()))"
     )
-    done = subprocess.run(
-        [*command, sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=scaled(100),
-    )
-    assert done.stdout.strip() == "(0, 0, 0, 0, 0, 0)", done.stdout + done.stderr[-2000:]
+    assert printed(program, become=STILL_ROOT).strip() == "(0, 0, 0, 0, 0, 0)"
 
 
 def test_outer_jails_take_blocks_that_do_not_overlap() -> None:

@@ -5,11 +5,7 @@ a program, and must come back with its error.
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +14,9 @@ from services.sandbox.isolation.jails.jail import Ran
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.jail.confinement import calls
-from tests.load import scaled
+from tests.unit.sandbox.beside import PLAIN, printed
 from tests.unit.sandbox.launching import launching
 
-ROOT = Path(__file__).parents[4]
 LIMITS = JailLimits(wall_s=60.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
 PROGRAM = """
 import ctypes, fcntl, json, os, signal, socket, struct, time
@@ -160,16 +155,7 @@ async def test_a_device_can_be_written_and_its_node_not_changed(launcher: JailLa
 @pytest.mark.rotating(3)
 @pytest.mark.needs("landlock", "root")
 def test_without_namespaces_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.sandbox.plain_user", sys.executable, "-c", MAIN],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=scaled(100),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    status, opened, refused = json.loads(done.stdout)
+    status, opened, refused = json.loads(printed(MAIN, become=PLAIN))
     assert (status, opened, set(refused)) == ("ok", [], TOLD)
 
 

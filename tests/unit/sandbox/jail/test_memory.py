@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,10 +10,9 @@ import pytest
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from tests.load import scaled
+from tests.unit.sandbox.beside import PLAIN, printed
 from tests.unit.sandbox.launching import launching
 
-ROOT = Path(__file__).parents[4]
 LIMITS = JailLimits(wall_s=120.0, cpu_s=20.0, memory_bytes=160 * MIB, processes=16)
 EACH = """
 import mmap, os, time
@@ -91,26 +86,14 @@ async def test_memory_that_nobody_maps_is_refused_by_name(ungrouped: JailLaunche
 @pytest.mark.rotating(3)
 @pytest.mark.needs("landlock", "root")
 def test_without_namespaces_too() -> None:
-    command = [sys.executable, "-m", "tests.unit.sandbox.plain_user"]
-    program = "from tests.unit.sandbox.jail import test_memory as t; t.main()"
-    done = subprocess.run(
-        [*command, sys.executable, "-c", program],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=scaled(100),
+    program = (
+        "import asyncio; from tests.unit.sandbox.jail import test_memory as t; "
+        "print(*asyncio.run(t.both()))"
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == ["out_of_memory", "ok"]
+    assert printed(program, become=PLAIN).split() == ["out_of_memory", "ok"]
 
 
-def main() -> None:
-    import asyncio
-
-    async def both() -> list[str]:
-        sources = (OVER["shared"], WITHIN["inherited"])
-        async with launching(tier="landlock") as made:
-            return [(await made.run(Program(each), LIMITS)).status for each in sources]
-
-    print(json.dumps(asyncio.run(both())))
+async def both() -> list[str]:
+    sources = (OVER["shared"], WITHIN["inherited"])
+    async with launching(tier="landlock") as made:
+        return [(await made.run(Program(each), LIMITS)).status for each in sources]

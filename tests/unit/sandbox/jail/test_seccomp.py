@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import platform
 import struct
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.sandbox.jail.confinement import allowed, calls, seccomp
 from services.sandbox.jail.confinement.allowed import CallPolicy
-from tests.load import scaled
+from tests.unit.sandbox.beside import printed
 
-ROOT = Path(__file__).parents[4]
 MACHINES = calls.ARCHITECTURES
 ALLOW, KILL, ERRNO, TELL = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 POLICIES = {"jail": allowed.JAIL, "uncounted": allowed.JAIL_UNCOUNTED, "group": allowed.ONE_GROUP}
@@ -192,14 +187,7 @@ def test_the_kernel_refuses_them_call_by_call() -> None:
     policy, numbers = allowed.ONE_GROUP, calls.numbers()
     passing = {*policy.always, *dict(policy.cases)}
     asked = {name: number for name, number in numbers.items() if name not in passing}
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps(asked)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-    )
-    assert done.returncode == 0, done.stderr
     answers = dict(policy.answered)
-    assert json.loads(done.stdout) == {name: answers.get(name, errno.EPERM) for name in asked}
+    assert json.loads(printed(PROBE, json.dumps(asked))) == {
+        name: answers.get(name, errno.EPERM) for name in asked
+    }
