@@ -6,10 +6,11 @@ that the sandbox does not know (it has restarted) is NotFound for the batch: loa
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.api.calls.interface import Call, Cast, Interface
+from common.api.stats import Stats
 from common.base.encoding.messages import message
 
 OK = "ok"
@@ -146,8 +147,8 @@ class Outcomes:
     outcomes: list[CallOutcome]  # in the order of the calls
 
 
-@dataclass(frozen=True)
-class SandboxStats:
+@dataclass
+class SandboxStats(Stats):
     """The figures of a sandbox, which its entry in the registry has."""
 
     job: str  # the one that it serves; empty: none yet
@@ -160,9 +161,9 @@ class SandboxStats:
     rests: bool  # what else it does may be asked of another
     outcomes: dict[str, int] = field(default_factory=dict)  # by status
 
-    def entry(self) -> dict[str, Any]:
+    def encoded(self) -> dict[str, Any]:
         """Return them by name; the outcomes of a status are `outcomes_<status>`."""
-        figures = asdict(self)
+        figures = super().encoded()
         outcomes = figures.pop("outcomes")
         return figures | {f"outcomes_{status}": count for status, count in outcomes.items()}
 

@@ -34,7 +34,7 @@ async def main(
         ServedSandbox(name, job, load, jails),
         MeshParts(mesh.waits, ends, mesh.job_clock, partial(modules_here, mesh)),
     )
-    await mesh.join(actor, stats=lambda: actor.stats().entry())
+    await mesh.join(actor, stats=lambda: actor.stats().encoded())
     mesh.ready = True
     try:
         async with stands_while_paused(mesh, job):
