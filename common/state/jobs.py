@@ -206,7 +206,7 @@ async def change(
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class RecordedResult:
     """The result of version `step` of a lineage under a tag. `value` is the figure that the job is
     judged by: the highest so far, of the current version, makes that the best version.
     """
@@ -219,7 +219,7 @@ class Evaluation:
 
 
 async def record_evaluation(
-    state: State, job: str, evaluation: Evaluation, name: str, token: int
+    state: State, job: str, evaluation: RecordedResult, name: str, token: int
 ) -> bool:
     """Records a result, once for its tag: False when there is one already, or the job is in another
     lineage by now. Fenced without the lease (name, token).

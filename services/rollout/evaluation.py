@@ -147,7 +147,7 @@ class EvaluationRun:
         await jobs.record_evaluation(
             mesh.state,
             self._shard.job.id,
-            jobs.Evaluation(self._plan.tag, self._lineage, self._plan.version, result, value),
+            jobs.RecordedResult(self._plan.tag, self._lineage, self._plan.version, result, value),
             mesh.name,
             mesh.token,
         )

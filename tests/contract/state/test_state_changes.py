@@ -28,7 +28,7 @@ async def finished(bench: Bench, steps: int) -> tuple[Seats, int]:
     result = {"sampled": 0.5}
     state = bench.state
     await jobs.record_evaluation(
-        state, JOB, jobs.Evaluation("after", 0, steps, result), EVALUATOR, token
+        state, JOB, jobs.RecordedResult("after", 0, steps, result), EVALUATOR, token
     )
     await jobs.set_phase(state, JOB, jobs.Phase.FINISHED, seats.trainer, TRAINER)
     return seats, token
@@ -45,7 +45,7 @@ async def test_a_finished_job_with_more_steps_to_do_trains_again(bench: Bench) -
     await trained_to(bench, seats, 3)
     assert (await jobs.job(bench.state, JOB)).phase == "evaluation", "the new number ends it"
     assert await jobs.record_evaluation(
-        bench.state, JOB, jobs.Evaluation("after", 0, 3, {}), EVALUATOR, token
+        bench.state, JOB, jobs.RecordedResult("after", 0, 3, {}), EVALUATOR, token
     )
     [told] = [e.fields for e in await events.read_all(bench.state) if e.kind == "changed"][1:]
     assert (told["version"], told["lineage"], told["extended"]) == (2, 0, True)

@@ -40,7 +40,7 @@ async def ended_job(bench: Bench, steps: int = 3) -> None:
         bench.state, JOB, SHARD, seats.shard, opened[1].group, "lost", uuid.uuid4().hex
     )
     await jobs.record_evaluation(
-        bench.state, JOB, jobs.Evaluation("step-0", 0, 0, {}), TRAINER, seats.trainer
+        bench.state, JOB, jobs.RecordedResult("step-0", 0, 0, {}), TRAINER, seats.trainer
     )
     await ended.tell(bench.state, ended.EndReport(TRAINER, 1, "code 1", job=JOB))
     await jobs.cancel(bench.state, JOB, "stop")

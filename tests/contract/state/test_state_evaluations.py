@@ -22,7 +22,7 @@ async def judged(
     return await jobs.record_evaluation(
         bench.state,
         JOB,
-        jobs.Evaluation(f"step-{step}", lineage, step, {"x": value}, value),
+        jobs.RecordedResult(f"step-{step}", lineage, step, {"x": value}, value),
         EVALUATOR,
         token,
     )

@@ -104,7 +104,8 @@ class Gate(RuleBasedStateMachine):
             return False
         version = self.sampled_by[group.group] - age  # perhaps of an abandoned lineage
         token = self.seats.shard
-        await self.twice(groups.group_ready, SHARD, token, group.group, "d", 1, version, scored)
+        finished = groups.FinishedGroup(group.group, "d", 1, version, scored)
+        await self.twice(groups.group_ready, SHARD, token, finished)
         return True
 
     @rule(pick=st.integers(0, 20), dropped=st.booleans())
@@ -198,7 +199,8 @@ class Gate(RuleBasedStateMachine):
         row = await self.row()
         version = max(row.version - back, self.oldest)
         trainer = (TRAINER, self.seats.trainer)
-        await self.twice(steps.open_lineage, *trainer, version, f"back{version}", "c")
+        names = steps.VersionNames(f"back{version}", "c")
+        await self.twice(steps.open_lineage, *trainer, version, names)
         for group in self.sampled_by:
             self.ended[group] = min(self.ended.get(group, version), version)
 

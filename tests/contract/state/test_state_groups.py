@@ -100,13 +100,13 @@ async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     await jobs.submit(bench.state, JOB, document(), "", "op")
     first = {"greedy": 0.5, "wrong": []}
     assert await jobs.record_evaluation(
-        bench.state, JOB, jobs.Evaluation("s10", 0, 10, first), "evaluator", token
+        bench.state, JOB, jobs.RecordedResult("s10", 0, 10, first), "evaluator", token
     )
     assert not await jobs.record_evaluation(
-        bench.state, JOB, jobs.Evaluation("s10", 0, 10, {"greedy": 0.6}), "evaluator", token
+        bench.state, JOB, jobs.RecordedResult("s10", 0, 10, {"greedy": 0.6}), "evaluator", token
     )
     assert await jobs.record_evaluation(
-        bench.state, JOB, jobs.Evaluation("before", 0, 0, {}), "evaluator", token
+        bench.state, JOB, jobs.RecordedResult("before", 0, 0, {}), "evaluator", token
     )
     found = await jobs.evaluations(bench.state, JOB)
     assert [(row["tag"], row["result"]) for row in found] == [("before", {}), ("s10", first)]

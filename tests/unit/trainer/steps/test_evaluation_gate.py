@@ -45,7 +45,7 @@ class Bench:
     async def record(self, version: int) -> None:
         tag, name, token = f"step-{version}", self.mesh.name, self.mesh.token
         await jobs.record_evaluation(
-            self.mesh.state, "calc", jobs.Evaluation(tag, 0, version, {}), name, token
+            self.mesh.state, "calc", jobs.RecordedResult(tag, 0, version, {}), name, token
         )
 
     async def waited(self, version: int) -> float:
