@@ -20,37 +20,31 @@ from meshrl.job.checks.file import (
 )
 from meshrl.job.loaded import Check, JobFile
 
-ALL: tuple[Check, ...] = (
+NUMBERS: tuple[Check, ...] = (
     sizes.buckets,
     sizes.paces,
     engines.degrees,
     sizes.workers,
     sizes.pool,
-    models.declared,
-    judges.judge,
     judges.evaluation,
     algorithm.check,
     sandbox.check,  # options of rewards, before the rows that they name
+)
+FILES: tuple[Check, ...] = (  # which a run has copies of: they do not change
+    models.declared,
+    judges.judge,
     files.model,
     files.rows_of_all,
-    models.shapes,
-    engines.divides,
-    experts.check,
-    extras.check,
     files.taskset,
     files.rewards,
     files.references_of_all,
 )
-# Checks of keys that a run's files say, which do not change.
-OF_FILES = {
-    models.declared,
-    judges.judge,
-    files.model,
-    files.rows_of_all,
-    files.taskset,
-    files.rewards,
-    files.references_of_all,
-}
+SHAPES: tuple[Check, ...] = (  # of models that are there
+    models.shapes,
+    engines.divides,
+    experts.check,
+    extras.check,
+)
 
 
 def completed(job: JobFile) -> JobFile:
@@ -72,12 +66,11 @@ def completed(job: JobFile) -> JobFile:
 
 def check(job: JobFile) -> None:
     """Check all that a job file says."""
-    for one in ALL:
+    for one in NUMBERS + FILES + SHAPES:
         one(job)
 
 
 def check_changed(job: JobFile) -> None:
     """Check what may change of a run whose files stay."""
-    for one in ALL:
-        if one not in OF_FILES:
-            one(job)
+    for one in NUMBERS + SHAPES:
+        one(job)
