@@ -21,13 +21,14 @@ from typing import Any
 import psutil
 
 from common.base.errors import MeshError
-from common.state import jobs, registry
+from common.state import jobs
 from common.state.redis.client import State
 from loadtests.chaos.verdict import Report, summary_in, verdict
 from loadtests.damage.files import KINDS, LAUNCHER
 from loadtests.damage.harms import harm
 from loadtests.measuring.commands import meshrl
 from loadtests.measuring.entry import tell
+from loadtests.measuring.meshed import living
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
@@ -167,16 +168,10 @@ class Chaos:
 
     async def _targets(self) -> list[Target]:
         found = [*self._unregistered()]
-        with contextlib.suppress(MeshError):
-            state = await State.open(self._url, connect_s=2.0)
-            try:
-                for entry in await registry.entries(state):
-                    if entry.alive:
-                        found.append(Target(entry.name, entry.kind, entry.pid))
-                        environments = entry.stats.get("environments", {})
-                        found += [Target(n, "environment", p) for n, p in environments.items() if p]
-            finally:
-                await state.close()
+        for entry in await living(self._url, connect_s=2.0):
+            found.append(Target(entry.name, entry.kind, entry.pid))
+            environments = entry.stats.get("environments", {})
+            found += [Target(n, "environment", p) for n, p in environments.items() if p]
         return [t for t in found if psutil.pid_exists(t.pid)]
 
     def _unregistered(self) -> list[Target]:

@@ -18,12 +18,10 @@ from typing import Any
 
 import psutil
 
-from common.base.errors import MeshError
-from common.state import registry
-from common.state.redis.client import State
 from loadtests.damage.files import LAUNCHER, Kind
 from loadtests.damage.harms import harm
 from loadtests.measuring.commands import Command
+from loadtests.measuring.meshed import living
 from loadtests.mistakes.job import JOB, Place, toml
 
 AT_REST, RUNNING = "at rest", "running"
@@ -151,7 +149,9 @@ class Slot:
             return []
         if LAUNCHER in kind.readers:
             return [command.program.pid]
-        pids = asyncio.run(_registered(self.run, kind.readers))
+        url = _read(self.run / "mesh/settings.json").get("redis_url", "")
+        found = asyncio.run(living(url))
+        pids = [e.pid for e in found if e.name in kind.readers or e.kind in kind.readers]
         return pids + (_redis_of(self.run) if "redis" in kind.readers else [])
 
     def _judge(
@@ -213,20 +213,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found
-
-
-async def _registered(run: Path, readers: tuple[str, ...]) -> list[int]:
-    """The pids of the processes with these names or of these kinds."""
-    url = _read(run / "mesh/settings.json").get("redis_url", "")
-    try:
-        state = await State.open(url, connect_s=5.0)
-    except MeshError:
-        return []
-    try:
-        entries = await registry.entries(state)
-    finally:
-        await state.close()
-    return [e.pid for e in entries if e.alive and (e.name in readers or e.kind in readers)]
 
 
 def _redis_of(run: Path) -> list[int]:

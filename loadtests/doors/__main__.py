@@ -28,6 +28,7 @@ from common.base.host.settings import MeshSettings
 from common.mesh.process.entry.child import PRIVATE
 from common.state import jobs
 from common.state.redis.client import State
+from loadtests.chaos.verdict import summary_in
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
 from loadtests.measuring.entry import options, report
@@ -156,10 +157,7 @@ def verdict(
     place: MeshPlace, plan: Plan, tried: list[Tried], spills: list[str], status: int
 ) -> dict[str, Any]:
     """One flat object; `ok` is what the exit status says."""
-    try:
-        summary = json.loads((place.root / "summary.json").read_text())
-    except (OSError, ValueError):
-        summary = {}
+    summary = summary_in(place.root)
     count = Counter(one.outcome for one in tried)
     books = {key: summary.get(key) for key in ("lost", "trained_twice")}
     right = status == 0 and summary.get("phase") == jobs.Phase.FINISHED

@@ -14,9 +14,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from common.base.host.settings import MeshSettings
-from common.state import registry
-from common.state.redis.client import State
 from loadtests.doors.plan import Plan, Port, Process
+from loadtests.measuring.meshed import living
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.leftovers import belonging_to
 
@@ -26,11 +25,7 @@ CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, wh
 
 async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
     """All doors of the mesh in `place`, which runs."""
-    state = await State.open(settings.redis_url)
-    try:
-        entries = [entry for entry in await registry.entries(state) if entry.alive]
-    finally:
-        await state.close()
+    entries = await living(settings.redis_url)
     pids = processes_of(place)
     plan = Plan(pids={pid: named(pid) for pid in sorted(pids)})
     served = {urlsplit(settings.redis_url).port or -1: ("redis", "the mesh")}

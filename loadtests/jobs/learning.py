@@ -22,20 +22,15 @@ async def together(plan: Plan, arm: str, workers: int, seeds: Sequence[int]) -> 
                 await mesh.submit(plan.job, f"seed{seed}", *plan.overrides(seed)) for seed in seeds
             ]
             summaries = await asyncio.gather(*(mesh.finished(handle) for handle in handles))
-            shared = await _shared(mesh.watched.held)
         return {
             "workers": workers,
             "greedy": {str(s): greedy(found) for s, found in zip(seeds, summaries, strict=True)},
             "steps": sum(int(found["steps"]) for found in summaries),
-            "at_once": shared,
+            # The most jobs that had workers at once: queueing is no sharing.
+            "at_once": max((len(jobs) for _, jobs in mesh.watched.held), default=0),
             **accounts(list(summaries)),
             **mesh.watched.honest(),
         }
-
-
-async def _shared(held: list[tuple[float, dict[str, float]]]) -> int:
-    """The most jobs that had workers at once: queueing is no sharing."""
-    return max((len(jobs) for _, jobs in held), default=0)
 
 
 async def solo(plan: Plan) -> Arm:

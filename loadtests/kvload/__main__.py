@@ -1,6 +1,6 @@
 """Keys and values that are loaded while they are computed.
 
-    python -m loadtests.kvload [--arms sweep sockets busy turns cost] [--rounds 5] [--quick]
+    python -m loadtests.kvload [--arms sweep sockets busy turns cost] [--rounds 5]
 
 `sweep`: the time to the first token after a stored prefix, computed, loaded and both, with the disk
 slowed down so that loading takes 0.2 to 5 times as long as computing. `sockets`: the same with the
@@ -25,8 +25,6 @@ from loadtests.kvload.turns import PROMPT, cost, turns
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.host import MOST_CORES, HostMeter
 
-QUICK = (Point("30M", 2048, (0.2, 1.0, 5.0)),)
-
 
 def point_of(text: str) -> Point:
     """Return the point that MODEL:TOKENS:RATIO,RATIO describes."""
@@ -40,7 +38,6 @@ def main() -> None:
         __doc__,
         arms=["sweep"],
         rounds=5,
-        quick=(False, "one length of one model"),
         model=("30M", "of the other arms"),
         long=(LONG, "tokens of `busy`'s long prompt"),
         prompt=(PROMPT, "tokens of `turns` and `cost`"),
@@ -58,10 +55,10 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=chosen.directory) as directory:
         if "sweep" in chosen.arms:
-            points: Sequence[Point] = chosen.points or (QUICK if chosen.quick else POINTS)
+            points: Sequence[Point] = chosen.points or POINTS
             found |= sweep(points, Path(directory), chosen.rounds)
         if "sockets" in chosen.arms:
-            points = chosen.points or (QUICK if chosen.quick else OVER_SOCKETS)
+            points = chosen.points or OVER_SOCKETS
             there = sweep(points, Path(directory) / "there", chosen.rounds, linked)
             found |= {f"sockets_{name}": figure for name, figure in there.items()}
         sizes = {"busy": chosen.long, "turns": chosen.prompt, "cost": chosen.prompt}

@@ -14,11 +14,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from common.base.errors import MeshError
 from common.base.host.secret import SECRET_BYTES
 from common.base.host.settings import SETTINGS_ENV
 from common.mesh.runtime.calls.actor import Actor
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state import registry
+from common.state.redis.client import State
 from common.state.redis.embedded import command
 from loadtests.measuring.processes import environment
 
@@ -104,6 +106,17 @@ class Members:
 
     def _log(self, name: str) -> Path:
         return self.directory / f"{name.replace('/', '-')}.log"
+
+
+async def living(url: str, connect_s: float = 5.0) -> list[registry.Entry]:
+    """Return the registered processes with a lease; none while Redis does not answer."""
+    with contextlib.suppress(MeshError):
+        state = await State.open(url, connect_s=connect_s)
+        try:
+            return [entry for entry in await registry.entries(state) if entry.alive]
+        finally:
+            await state.close()
+    return []
 
 
 @contextlib.contextmanager

@@ -13,10 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from common.base.errors import MeshError
-from common.state import registry
-from common.state.redis.client import State
 from loadtests.measuring.commands import COMMAND_S, meshrl
+from loadtests.measuring.meshed import living
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace
 
@@ -120,14 +118,8 @@ class WatchedMesh:
 
     async def pids(self, kinds: Iterable[str]) -> dict[str, int]:
         """Of the processes of these kinds that live by their leases, by name."""
-        with contextlib.suppress(MeshError):
-            state = await State.open(self.head.redis_url, connect_s=2.0)
-            try:
-                found = await registry.entries(state)
-            finally:
-                await state.close()
-            return {e.name: e.pid for e in found if e.alive and e.kind in kinds}
-        return {}
+        found = await living(self.head.redis_url, connect_s=2.0)
+        return {entry.name: entry.pid for entry in found if entry.kind in kinds}
 
     def root_process(self, place: MeshPlace) -> int:
         """The pid of a host's root process."""

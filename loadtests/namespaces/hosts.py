@@ -228,4 +228,6 @@ def _environment() -> dict[str, str]:
 def _warmed(home: Path) -> None:
     cache = Path.home() / ".cache" / "meshrl"
     if cache.is_dir():
-        shutil.copytree(cache, home / ".cache" / "meshrl", dirs_exist_ok=True)
+        # Types that were checked are of no use there, and change as they are copied.
+        passed = shutil.ignore_patterns("mypy*")
+        shutil.copytree(cache, home / ".cache" / "meshrl", ignore=passed, dirs_exist_ok=True)

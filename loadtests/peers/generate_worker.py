@@ -1,6 +1,6 @@
 """transformers' `generate` behind a pipe: one process, one thread, static batches.
 
-    python -m loadtests.peers.generate_worker --model DIR --dtype float32 --max-length 4352
+    python -m loadtests.peers.generate_worker --model DIR --dtype float32
 
 The protocol is that of `vllm_worker`: a ready line, then one answer per request line. All prompts
 of a request are one batch, padded on the left to the longest, which runs until its longest answer
@@ -28,12 +28,12 @@ WARM_UP_SEQUENCES = 32
 WARM_UP_TOKENS = 8
 
 
-def load(model: Path, dtype: str, attention: str) -> Any:
+def load(model: Path, dtype: str) -> Any:
     """The model, ready to sample from its plain softmax and never to stop at a token."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype=getattr(torch, dtype), attn_implementation=attention
+        model, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )
     loaded.generation_config.update(
         eos_token_id=None, pad_token_id=PADDING, top_k=0, top_p=1.0, temperature=1.0
@@ -66,19 +66,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--max-length", type=int, default=4352, help="unused: the cache grows")
-    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     args = parser.parse_args()
 
     began = time.perf_counter()
-    model = load(args.model, args.dtype, args.attention)
+    model = load(args.model, args.dtype)
     for n in (1, WARM_UP_SEQUENCES):
         generate(model, [[1] * 4] * n, [WARM_UP_TOKENS] * n, greedy=False)
     start = {
         "ready": True,
         "peer": f"transformers {transformers.__version__} generate",
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": args.attention,
         "start_s": round(time.perf_counter() - began, 1),
     }
     print(json.dumps(start), flush=True)

@@ -1,7 +1,6 @@
 """Writes a Hugging Face checkpoint of random weights for the engines to be measured on.
 
     python -m loadtests.peers.make_model FOLDER            # Qwen2, 4.07M parameters
-    python -m loadtests.peers.make_model FOLDER --demo     # the demo's Llama, 0.30M
 
 The same seed writes the same weights. The initialisation is transformers' own (normal, standard
 deviation 0.02). The folder has no tokenizer: prompts are token ids.
@@ -9,8 +8,8 @@ deviation 0.02). The folder has no tokenizer: prompts are token ids.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass, fields, replace
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ARCHITECTURES = {"qwen2": "Qwen2", "llama": "Llama"}  # in names of transformers
@@ -28,9 +27,6 @@ class Shape:
     ffn: int = 1024
     vocabulary: int = 512
     positions: int = 8192
-
-
-DEMO = Shape("llama", hidden=96, layers=3, heads=3, kv_heads=1, ffn=256, vocabulary=64)
 
 
 def write_model(folder: Path, shape: Shape, seed: int = 0) -> int:
@@ -63,18 +59,9 @@ def write_model(folder: Path, shape: Shape, seed: int = 0) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--demo", action="store_true", help="start from the demo's shape")
-    parser.add_argument("--seed", type=int, default=0)
-    for f in fields(Shape):
-        kind = str if f.name == "architecture" else int
-        parser.add_argument(f"--{f.name.replace('_', '-')}", type=kind)
-    args = vars(parser.parse_args())
-    given = {f.name: args[f.name] for f in fields(Shape) if args[f.name] is not None}
-    shape = replace(DEMO if args["demo"] else Shape(), **given)
-    parameters = write_model(args["folder"], shape, args["seed"])
-    print(f"{args['folder']}: {shape.architecture}, {parameters:,} parameters")
+    folder = Path(sys.argv[1])
+    parameters = write_model(folder, Shape())
+    print(f"{folder}: {parameters:,} parameters")
 
 
 if __name__ == "__main__":

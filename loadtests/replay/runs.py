@@ -27,6 +27,7 @@ SLOW = {"rollout.pace": "10/64/100000"}  # so that there is time to stop it
 STOPPED_AFTER, CHANGED_DEATHS = 3, ("computing@7", "committing@8")
 CHANGES = {"optimizer.muon_lr": 0.02, "optimizer.adamw_lr": 0.01, "algorithm.clip_high": 0.01}
 RUN_S = 300.0
+DYING = "loadtests.replay.dying_rank"
 POLL_S = 0.05
 SETTINGS = {
     "budget.steps": STEPS,
@@ -71,16 +72,20 @@ def changed_run(
 
 
 def started(
-    command: Sequence[str], words: Mapping[str, Any], directory: Path, deaths: Sequence[str]
+    command: Sequence[str],
+    words: Mapping[str, Any],
+    directory: Path,
+    deaths: Sequence[str],
+    rank: str = DYING,
 ) -> subprocess.Popen[bytes]:
-    """`meshrl` with a command and settings, and a trainer that dies so."""
+    """Run `meshrl` with a command and settings, and with ranks of a module that die so."""
     marks = directory / "deaths"
     marks.mkdir(parents=True, exist_ok=True)
     environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
-    if deaths:
-        rank = [sys.executable, "-m", "loadtests.replay.dying_rank", "--die", *deaths]
-        rank += ["--marks", str(marks)]
-        environment["MESHRL_ROLE_COMMANDS"] = f"training={shlex.join(rank)}"
+    if deaths or rank != DYING:
+        ranks = [sys.executable, "-m", rank, "--marks", str(marks)]
+        ranks += ["--die", *deaths] if deaths else []
+        environment["MESHRL_ROLE_COMMANDS"] = f"training={shlex.join(ranks)}"
     argv = [sys.executable, "-m", "meshrl", *command]
     argv += [f"--set={key}={value}" for key, value in words.items()]
     with (directory / "said").open("a") as said:

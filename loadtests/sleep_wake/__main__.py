@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -58,6 +57,7 @@ from services.trainer.gang.compute import Compute
 from services.trainer.ranks.rank import Rank
 
 WORKER = "worker/w0"
+SLEEPING = "loadtests.sleep_wake.sleeping_rank"
 CPU = ".cpu"  # behind an arm's name: its CPU-seconds
 DD_BYTES = 1 << 20  # of its blocks
 DEATHS = ("memory@3", "absent@5", "disk@6")
@@ -241,22 +241,11 @@ def slept_run(job: Path, directory: Path, deaths: Sequence[str], steps: int) -> 
     """The run of loadtests.replay with a core that sleeps after each step, and dies asleep at
     steps as `deaths` says.
     """
-    marks = directory / "marks"
-    marks.mkdir(parents=True)
-    command = [sys.executable, "-m", "loadtests.sleep_wake.sleeping_rank", "--marks", str(marks)]
-    command += ["--die", *deaths] if deaths else []
     words = replay.SETTINGS | {"out": directory / "run", "budget.steps": steps}
-    environment = {k: v for k, v in os.environ.items() if k != "MESHRL_REDIS_URL"}
-    environment["MESHRL_ROLE_COMMANDS"] = f"training={shlex.join(command)}"
-    argv = [sys.executable, "-m", "meshrl", "run", str(job)]
-    argv += [f"--set={key}={value}" for key, value in words.items()]
-    with (directory / "said").open("a") as said:
-        program = subprocess.Popen(argv, env=environment, stdout=said, stderr=said)
-    with program:
+    with replay.started(["run", str(job)], words, directory, deaths, SLEEPING) as program:
         replay.ended(program, directory)
-    (directory / "deaths").mkdir()  # of which `found_in` tells
     told = replay.found_in(directory)
-    seen = sorted(mark.name for mark in marks.iterdir())
+    seen = told["deaths"]
     return told | {
         "slept": sum(name.startswith("slept-") for name in seen),
         "died": [name for name in seen if name.startswith("died-")],

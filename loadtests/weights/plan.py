@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from loadtests.measuring.host import MOST_CORES, HostMeter
 from loadtests.measuring.rounds import Arm
+from loadtests.weights.scene import Scene
 
 MIB = 1 << 20
 
@@ -23,6 +26,10 @@ class Plan:
     swaps: int = 25  # of an engine, for its pauses
     steps: int = 6  # of the small real run
     directory: str = ""  # where versions lie; empty: the system's temporary directory
+
+    def scene(self, rates: Iterable[str] = ()) -> Scene:
+        """Return a scene in the plan's directory; `rates`: of the links of its hosts."""
+        return Scene(rates, Path(self.directory) if self.directory else None)
 
 
 class Honest:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from loadtests.measuring.rounds import Arm, ratios, spread, turns
 from loadtests.weights.plan import Honest, Plan
@@ -65,8 +64,7 @@ async def fanout(plan: Plan) -> Arm:
     honest = Honest()
     found: dict[int, list[Arm]] = {count: [] for count in COUNTS}
     most = max(COUNTS)
-    where = Path(plan.directory) if plan.directory else None
-    async with Scene([RATE] * (most + 1), directory=where) as scene:
+    async with plan.scene([RATE] * (most + 1)) as scene:
         race = Fanout(scene, plan.fanout)
         await race.begin(most)
         for count in turns(COUNTS, plan.rounds):

@@ -7,8 +7,6 @@ comes in full or not; the receiver sees to that its tensors are those that were 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from loadtests.measuring.rounds import Arm, ratios, spread, turns
 from loadtests.weights.plan import Honest, Plan
 from loadtests.weights.scene import Member, Scene
@@ -61,8 +59,7 @@ async def link(plan: Plan) -> Arm:
     """`ratio_full_over_delta_3pct`, `ratio_full_over_delta_1pct`."""
     honest = Honest()
     found: dict[str, list[Arm]] = {name: [] for name in ARMS}
-    where = Path(plan.directory) if plan.directory else None
-    async with Scene([RATE] * 2, directory=where) as scene:
+    async with plan.scene([RATE] * 2) as scene:
         ends = Link(scene, plan.link)
         await ends.begin()
         for name in turns(ARMS, plan.rounds):

@@ -103,7 +103,7 @@ async def one_host(plan: Plan) -> Arm:
     honest = Honest()
     found: dict[str, list[Arm]] = {name: [] for name in ARMS}
     copies: list[float] = []
-    async with Scene(directory=Path(plan.directory) if plan.directory else None) as scene:
+    async with plan.scene() as scene:
         ends = Ends(scene, plan.one_host)
         await ends.begin()
         for number in range(plan.rounds):

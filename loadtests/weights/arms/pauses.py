@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from pathlib import Path
 
 from loadtests.measuring.rounds import Arm, percentile, spread
 from loadtests.weights.arms.fanout import BEFORE_S, RATE
 from loadtests.weights.plan import Honest, Plan
-from loadtests.weights.scene import Member, Scene, now
+from loadtests.weights.scene import Member, now
 
 JOB = "job"
 MODEL = "medium"  # 300 MiB in float32: a step takes longer than a flush waits
@@ -29,10 +28,9 @@ FACTOR = 1.5  # of putting a version in place that a pause may take, beside a st
 async def pauses(plan: Plan) -> Arm:
     """`pause_p50_ms`, `pause_p99_ms`, `engine_step_ms`, `put_ms`."""
     honest = Honest()
-    where = Path(plan.directory) if plan.directory else None
     changed: list[float] = []
     steps: list[float] = []
-    async with Scene(directory=where) as scene:
+    async with plan.scene() as scene:
         await scene.store()
         publisher, engine, shard = await asyncio.gather(
             scene.publisher(JOB), scene.engine(0, MODEL), scene.shard()
@@ -87,11 +85,10 @@ async def reached(engine: Member, version: int) -> None:
 async def first_token(plan: Plan) -> Arm:
     """`first_token_s`, `first_token_s_16`: from a new engine's registration."""
     honest = Honest()
-    where = Path(plan.directory) if plan.directory else None
     found: dict[int, list[float]] = {count: [] for count in OTHERS}
     rounds = max(1, plan.rounds // 2)
     fresh = rounds * len(OTHERS)  # engines, each of which is new once
-    async with Scene([RATE] * (max(OTHERS) + 2), directory=where) as scene:
+    async with plan.scene([RATE] * (max(OTHERS) + 2)) as scene:
         await scene.store()
         publisher, shard = await asyncio.gather(scene.publisher(JOB), scene.shard())
         await scene.agents(range(1, max(OTHERS) + 2))
