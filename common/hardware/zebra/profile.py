@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from common.base.errors import ConfigError
@@ -137,21 +137,6 @@ class Profile:
             link_bytes_per_s=self.link_bytes_per_s / times,
             link_latency_s=self.link_latency_s * times,
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold of it; `read` makes a profile of that."""
-        return asdict(self)
-
-
-def read(table: Mapping[str, Any]) -> Profile:
-    """A profile as JSON has it. ConfigError when it is none."""
-    values = _known(Profile, table)
-    for name in ("fast", "slow"):
-        values[name] = kind_of_table(values[name], name)
-    for name, value in values.items():
-        if name not in ("fast", "slow"):
-            _number(value, name)
-    return Profile(**values)
 
 
 def kind_of_table(table: Any, where: str) -> AcceleratorCosts:

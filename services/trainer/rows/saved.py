@@ -20,7 +20,7 @@ from common.base.errors import Damaged, StorageFull
 from common.base.files.durable import sync
 from common.model.files.safetensors_file import DTYPES, Unfinished
 from common.model.files.storages import lent
-from common.weights.layout.laying import Part, whole
+from common.weights.layout.laying import Part
 
 MASTER = "master."  # what names of float32 masters begin with, where another type is published
 FIRST = "part-00000-00000.safetensors"
@@ -34,12 +34,6 @@ class RowsMissing(Damaged):
     """What was saved has not all rows that are to go on from it, whole as it may be."""
 
     code = "rows_missing"
-
-
-def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Writes whole tensors below `path`, durably. StorageFull without room for them."""
-    save_rows(path, FIRST, whole(state))
-    sync_all(path)
 
 
 def save_rows(path: Path, name: str, parts: Mapping[str, Part]) -> str:
@@ -70,13 +64,6 @@ def sync_all(path: Path) -> None:
     """What was written below `path` is durable."""
     for file in [*path.iterdir(), path]:
         sync(file)
-
-
-def load_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Fills whole tensors in place from what any number of ranks wrote; RowsMissing without all."""
-    saved = SavedRows(path)
-    for name, part in whole(state).items():
-        saved.fill(name, part)
 
 
 def files_for(paths: Iterable[str], rank: int, ranks: int) -> list[str]:

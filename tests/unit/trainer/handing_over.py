@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from common.weights.layout.laying import Part
+from torch import Tensor
+
+from common.weights.layout.laying import Part, whole
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.rows.saved import FIRST, MASTER, SavedRows, save_rows
+from services.trainer.rows.saved import FIRST, MASTER, SavedRows, save_rows, sync_all
+
+
+def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    save_rows(path, FIRST, whole(state))
+    sync_all(path)
+
+
+def load_state(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Fills whole tensors in place from what any number of ranks wrote."""
+    saved = SavedRows(path)
+    for name, part in whole(state).items():
+        saved.fill(name, part)
 
 
 def handed_over(one: Learner, other: Learner, directory: Path) -> None:

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.hf_storage import (
 from common.base.digest import digest_of_file
 from common.base.errors import Damaged, MeshError
 from common.weights.layout.laying import Part
-from services.trainer.rows.saved import SavedRows, files_for, load_state, save_rows, save_state
+from services.trainer.rows.saved import SavedRows, files_for, save_rows
+from tests.unit.trainer.handing_over import load_state, save_state
 
 STATE = {
     "a": torch.randn(5, 3),

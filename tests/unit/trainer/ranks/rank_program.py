@@ -30,8 +30,9 @@ from common.model.files.source import batches
 from common.weights.ways.meeting import listen, place_of
 from services.trainer.ranks.rank import Rank, filler
 from services.trainer.ranks.saving import write
-from services.trainer.rows.saved import MASTER, SavedRows, load_state
+from services.trainer.rows.saved import MASTER, SavedRows
 from tests.load import scaled
+from tests.unit.trainer.handing_over import load_state
 from tests.unit.trainer.ranks.batches_under_test import (
     STEPS,
     bins_of_step,
