@@ -60,7 +60,7 @@ async def generate(mesh: Mesh, turns: Turns, note: Path) -> None:
 
 
 async def train(mesh: Mesh, turns: Turns, note: Path) -> None:
-    learner: Any = Noted(fresh_learner("plain"), "gradient", note)
+    learner: Any = Noted(fresh_learner("plain"), "bins_gradient", note)
     compute = Compute(mesh, "j", Rank.alone(learner), PieceRunner(mesh, turns))
     while True:
         await compute.begin()
