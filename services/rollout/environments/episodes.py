@@ -16,16 +16,15 @@ from typing import Any
 import msgpack
 
 from common.base.errors import DeadlineExceeded, MeshError, PeerLost
-from common.base.host.settings import WITHOUT_SETTINGS
 from common.environment.framing import frames, packed
 from common.mesh.process.handle import Child
 from common.mesh.runtime.mesh import Mesh
-from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
+from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.process import (
+    EnvironmentChild,
     EnvironmentHung,
     Operation,
     answer_of,
-    dismissed,
     is_stopped,
     message_of,
     steps_of,
@@ -44,7 +43,7 @@ class Open:
     deadline: float  # by the mesh's clock
 
 
-class EpisodeProcess:
+class EpisodeProcess(EnvironmentChild):
     """Operations go out as they come and are answered by number.
 
     An operation past its deadline fails alone while the process answers others; a process that
@@ -54,27 +53,13 @@ class EpisodeProcess:
     def __init__(
         self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
     ) -> None:
-        self._mesh, self._argv, self._log = mesh, argv, log
-        self._ends = EnvironmentEnds(mesh, job)
-        self.name = name
-        self._deadline_s = deadline_s
-        self._child: Child | None = None
-        self._fresh = True
+        super().__init__(mesh, argv, name, log, deadline_s, job)
         self._numbers = itertools.count(PROBE + 1)
         self._open: dict[int, Open] = {}
         self._unsent: list[bytes] = []
         self._probed: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid if self._child else 0
-
-    @property
-    def stopped(self) -> bool:
-        """True if a signal has stopped the process."""
-        return is_stopped(self._child)
 
     def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
         """The future of an operation's answer; `alone` says nothing here: all are."""
@@ -119,15 +104,8 @@ class EpisodeProcess:
             await self._lose(child, error)
 
     def _begin(self) -> Child:
-        self._fresh, self._probed = True, None
-        child = self._child = self._mesh.host.spawn(
-            self._argv,
-            name=self.name,
-            env=WITHOUT_SETTINGS,
-            log=self._log,
-            pipe=True,
-            guarded=True,
-        )
+        self._probed = None
+        child = self._spawn()
         self._start(self._follow(child), "follow")
         return child
 
@@ -195,13 +173,10 @@ class EpisodeProcess:
             await child.wait(5.0)
 
     async def close(self) -> None:
-        """Lets the process clean up what its episodes hold, as far as that ends soon."""
         self._ends.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for left in self._open.values():
             left.future.cancel()
-        child, self._child = self._child, None
-        if child is not None:
-            await dismissed(child)
+        await self._dismiss()

@@ -32,8 +32,8 @@ class EnvironmentHung(EnvironmentLost):
     code = "environment_hung"
 
 
-class EnvironmentProcess:
-    """One process; operations queue into batches, a hang past the deadline kills it."""
+class EnvironmentChild:
+    """A process that holds environments, and is started when it is needed."""
 
     def __init__(
         self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
@@ -43,9 +43,7 @@ class EnvironmentProcess:
         self.name = name
         self._deadline_s = deadline_s
         self._child: Child | None = None
-        self._starting = asyncio.Lock()
-        self._batcher: Batcher[Operation, Any] = Batcher(self._exchange)
-        self._fresh = True
+        self._fresh = True  # it has answered nothing yet
 
     @property
     def pid(self) -> int:
@@ -56,22 +54,36 @@ class EnvironmentProcess:
         """True if a signal has stopped the process."""
         return is_stopped(self._child)
 
+    def _spawn(self) -> Child:
+        self._fresh = True
+        self._child = self._mesh.host.spawn(
+            self._argv,
+            name=self.name,
+            env=WITHOUT_SETTINGS,
+            log=self._log,
+            pipe=True,
+            guarded=True,
+        )
+        return self._child
+
+    async def _dismiss(self) -> None:
+        """Lets the process clean up what its environments hold, as far as that ends soon."""
+        child, self._child = self._child, None
+        if child is not None:
+            await dismissed(child)
+
+
+class EnvironmentProcess(EnvironmentChild):
+    """One process; operations queue into batches, a hang past the deadline kills it."""
+
+    def __init__(
+        self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
+    ) -> None:
+        super().__init__(mesh, argv, name, log, deadline_s, job)
+        self._batcher: Batcher[Operation, Any] = Batcher(self._exchange)
+
     def put(self, operation: Operation, *, alone: bool = False) -> asyncio.Future[Any]:
         return self._batcher.put(operation, alone=alone)
-
-    async def _ready(self) -> Child:
-        async with self._starting:
-            if self._child is None:
-                self._fresh = True
-                self._child = self._mesh.host.spawn(
-                    self._argv,
-                    name=self.name,
-                    env=WITHOUT_SETTINGS,
-                    log=self._log,
-                    pipe=True,
-                    guarded=True,
-                )
-            return self._child
 
     async def _exchange(self, batch: list[Operation]) -> list[Any]:
         """An answer to each operation; one that cannot travel fails here, and is not sent."""
@@ -88,7 +100,7 @@ class EnvironmentProcess:
 
     async def _asked(self, batch: list[Operation], blocks: list[bytes]) -> list[Any]:
         """What the process answers to a batch, which takes one frame or more."""
-        child = await self._ready()
+        child = self._child or self._spawn()
         deadline_s = self._deadline_s * max(steps_of(operation) for operation in batch)
         deadline_s += START_S if self._fresh else 0.0
         answers: list[Any] = []
@@ -125,12 +137,9 @@ class EnvironmentProcess:
         await child.wait(5.0)
 
     async def close(self) -> None:
-        """Lets the process clean up what its environments hold, as far as that ends soon."""
         await self._batcher.close()
         self._ends.stop()
-        child, self._child = self._child, None
-        if child is not None:
-            await dismissed(child)
+        await self._dismiss()
 
 
 def is_stopped(child: Child | None) -> bool:

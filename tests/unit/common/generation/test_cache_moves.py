@@ -65,6 +65,14 @@ def offered(
     return load if target.offer(session, cache, load) else None
 
 
+def loading(source: TorchEngine, target: TorchEngine, alone: bool | None = None) -> Loading:
+    """What the target is to load of the session that the source has."""
+    cache = source.cached(SESSION)
+    load = None if cache is None else offered(cache, target, alone)
+    assert load is not None
+    return load
+
+
 def brought(
     source: TorchEngine, load: Loading, starts: Iterable[int], session: int = SESSION
 ) -> None:
@@ -263,10 +271,7 @@ def test_after_a_swap_the_target_keeps_what_the_source_would_have_kept(make: Mak
 def test_what_was_on_its_way_is_not_used_after_a_swap(make: Make) -> None:
     source, target = make(max_length=512), make(max_length=512)
     context = begun(source, 300)
-    cache = source.cached(SESSION)
-    assert cache is not None
-    load = offered(cache, target)
-    assert load is not None
+    load = loading(source, target)
     target.submit([next_turn(context)])
     brought(source, load, [256])
     target.step()
@@ -327,14 +332,11 @@ def test_a_session_too_long_for_the_target_is_refused(make: Make) -> None:
 def test_a_move_that_breaks_off_leaves_what_came(make: Make, chunks: list[int]) -> None:
     source, target = make(max_length=512), make(max_length=512)
     context = begun(source, 420)
-    cache = source.cached(SESSION)
-    assert cache is not None
-    load = offered(cache, target)
-    assert load is not None
+    load = loading(source, target)
     brought(source, load, chunks)
     load.over = True
     computed, heard = computed_by(target, next_turn(context))
-    came = sum(min(CHUNK, len(cache.tokens) - start) for start in chunks)
+    came = sum(min(CHUNK, load.end - start) for start in chunks)
     assert computed == len(context) - came + 11
     holds(heard, decoder(), context)
 
@@ -342,11 +344,8 @@ def test_a_move_that_breaks_off_leaves_what_came(make: Make, chunks: list[int]) 
 def test_chunks_that_are_not_what_they_say_are_left_out(make: Make) -> None:
     source, target = make(max_length=512), make(max_length=512)
     context = begun(source, 300)
-    cache = source.cached(SESSION)
-    assert cache is not None
-    load = offered(cache, target)
-    content = source.copied(SESSION, 128, 256)
-    assert load is not None and content is not None
+    load, content = loading(source, target), source.copied(SESSION, 128, 256)
+    assert content is not None
     load.bring(128, 256, content[:-16])
     load.bring(512, 640, content)
     load.over = True
@@ -396,10 +395,7 @@ def test_what_no_token_was_sampled_over_goes_with_its_weights(make: Make) -> Non
 def test_a_request_that_ends_while_it_is_loaded_holds_no_room(path: str) -> None:
     source, target = built_in(path, max_length=512), built_in(path, max_length=512)
     context = begun(source, 300)
-    cache = source.cached(SESSION)
-    assert cache is not None
-    load = offered(cache, target)
-    assert load is not None
+    load = loading(source, target)
     load.expected_s, load._last_s = 1e-9, target._clock.monotonic()
     target.schedule.prefill.add(1000, 1000, 1.0)
     target.submit([next_turn(context)])
@@ -417,10 +413,7 @@ def test_what_was_offered_for_an_adapters_last_version_is_not_used(make: Make) -
     context = words(5, 60)
     asked = request(1, context, session=SESSION, max_new=3, adapter="a")
     said = Listener(source).run(asked)[1].tokens
-    cache = source.cached(SESSION)
-    assert cache is not None
-    load = offered(cache, target, alone=False)
-    assert load is not None
+    load = loading(source, target, alone=False)
     brought(source, load, [0])
     target.load_adapter("a", adapter(2), SCALE, 11)
     assert load.cancelled
@@ -441,8 +434,8 @@ def test_other_tokens_than_the_session_has_are_not_used(make: Make) -> None:
 
 def test_a_session_that_ends_wants_nothing_more(make: Make) -> None:
     source, target = make(), make()
-    load = offered(exported(source, 20), target)
-    assert load is not None
+    begun(source, 20)
+    load = loading(source, target)
     target.release([SESSION])
     assert load.cancelled and not load.wants(0)
 

@@ -30,9 +30,9 @@ PROGRAM = """\
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import msgpack
-from common.mesh.process.entry.child import Channel
+from common.mesh.process.entry.child import ChildChannel
 
-channel, kept = Channel.from_env(), []
+channel, kept = ChildChannel.from_env(), []
 while (block := channel.recv()) is not None:
     answers, kept = kept, []
     for number, key, operation, argument in msgpack.unpackb(block, raw=False):

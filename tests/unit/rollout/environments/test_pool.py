@@ -113,6 +113,7 @@ async def test_an_environment_has_its_shard_alone(
     MeshSettings("redis://:hush@localhost", str(tmp_path), secret=secret).to_file(settings)
     monkeypatch.setenv(SETTINGS_ENV, str(settings))
     monkeypatch.setenv(REDIS_ENV, "redis://:hush@localhost")
+    monkeypatch.setenv("MESHRL_MESH", "5e1f")
     await encoded(pool, 2)
     (pid,) = pool.pids.values()
     process = psutil.Process(pid)
@@ -121,6 +122,7 @@ async def test_an_environment_has_its_shard_alone(
     for value in [*told.values(), *process.cmdline()]:
         assert "hush" not in value and secret not in value and str(settings) not in value
     assert process.net_connections("inet") == []
+    assert told["MESHRL_MESH"] == "5e1f", "its mesh finds it all the same"
 
 
 async def test_a_stopped_process_costs_no_trajectory(pool: EnvironmentPool) -> None:
@@ -206,15 +208,3 @@ def test_an_environment_process_holds_the_jobs_own_chat_template(tmp_path: Path)
     assert status == "ok"
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
     assert served.perform(1, "step", tokenizer.encode("so</s>"))[1] == ["so</s>", "done", None]
-
-
-async def test_an_environment_process_is_not_told_where_the_settings_of_the_mesh_are(
-    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MESHRL_SETTINGS", "/run/mesh/settings.json")
-    monkeypatch.setenv("MESHRL_MESH", "5e1f")
-    await pool.begin(1, {})
-    (pid,) = pool.pids.values()
-    told = psutil.Process(pid).environ()
-    assert told["MESHRL_SETTINGS"] == ""
-    assert told["MESHRL_MESH"] == "5e1f", "its mesh finds it all the same"
