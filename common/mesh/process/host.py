@@ -67,9 +67,9 @@ class Host(Protocol):
         and so is what has `rlimits` or `pass_fds`.
         `log` takes stdout and stderr (None: ours); `rlimits` by name without RLIMIT_ ("AS");
         `pipe` opens a channel of frames, whose other end is
-        `common.mesh.process.entry.child.Channel.from_env()`; `pass_fds` stay open in it under their
-        numbers. `guarded`: it runs a job author's code. All that it starts ends with it, and with
-        this process, and its output is bounded (`common.mesh.process.entry.guard`).
+        `common.mesh.process.entry.child.ChildChannel.from_env()`; `pass_fds` stay open in it under
+        their numbers. `guarded`: it runs a job author's code. All that it starts ends with it, and
+        with this process, and its output is bounded (`common.mesh.process.entry.guard`).
         """
 
     def adopt(

@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[4]
 CHILD = """
 import json, os, sys, time
 sys.path.insert(0, {root!r})
-from common.mesh.process.entry.child import Channel
-channel = Channel.from_env()
+from common.mesh.process.entry.child import ChildChannel
+channel = ChildChannel.from_env()
 about = json.loads(channel.recv())
 shown = open(about["target"], "a")
 """

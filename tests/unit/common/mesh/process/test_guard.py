@@ -23,12 +23,12 @@ from tests.unit.common.mesh.process.test_nursery import Open
 # Each of these writes its pid into the file named by the first argument and stays.
 ORPHANS = """
     import os, signal, subprocess, sys
-    from common.mesh.process.entry.child import Channel
+    from common.mesh.process.entry.child import ChildChannel
 
     stays = sys.argv[1] + ".sh"
     with open(stays, "w") as file:
         file.write(f"echo $$ >> {sys.argv[1]}; exec sleep 1000")
-    channel = Channel.from_env()
+    channel = ChildChannel.from_env()
     subprocess.Popen(["setsid", "sh", stays])
     subprocess.run(f"nohup setsid sh {stays} > /dev/null 2>&1 &", shell=True)
     os.system(f"env -i PATH={os.environ['PATH']} setsid sh -c '(sh {stays} &)' &")

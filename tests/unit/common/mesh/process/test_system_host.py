@@ -126,8 +126,8 @@ async def test_a_session_leaves_nothing_behind_when_its_leader_ends(tmp_path: Pa
 
 
 ECHO = """
-    from common.mesh.process.entry.child import Channel
-    channel = Channel.from_env()
+    from common.mesh.process.entry.child import ChildChannel
+    channel = ChildChannel.from_env()
     channel.move_above(50)
     while (frame := channel.recv()) is not None:
         channel.send(frame[::-1])
