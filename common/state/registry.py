@@ -96,8 +96,9 @@ def renew(
     """Prolongs the lease, and shows the key of the process at its door if it has one. Blocks, for
     the renewal thread; StateUnavailable when Redis is away.
 
-    A lease that ended while Redis was away, and that nobody took, goes on (see `epoch`). One is
-    lost with a key that was revoked.
+    A lease that ended while Redis was away, and that nobody took, goes on: the first process that
+    returns raises the mesh's epoch, once per outage, which gives each lease that was live a grace
+    of ten seconds. A lease is lost with a key that was revoked.
     """
     args = {
         "name": name,

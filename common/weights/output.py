@@ -9,27 +9,10 @@ from torch import Tensor
 
 from common.job.bundle.job_data import JobData
 from common.model.architecture.config import ModelConfig
-from common.model.files.hf import ModelWriter, by_layer, load_model
-from common.model.network.lora import is_adapter, load_adapter, merged, save_adapter
+from common.model.files.hf import ModelWriter, by_layer
+from common.model.network.lora import is_adapter, merged, save_adapter
 
 ADAPTER, BASE = "adapter", "base"
-
-
-def read_version(
-    config: ModelConfig, like: Mapping[str, Tensor], directory: Path
-) -> dict[str, Tensor]:
-    """What `write_version` was given, in the order of `like`, whose tensors have the same names,
-    types and shapes; ConfigError when the directory cannot be read. The frozen weights beneath
-    adapters are those of `like` where they were not written.
-    """
-    adapters = [name for name in like if is_adapter(name)]
-    base = directory / BASE if adapters else directory
-    found = dict(like)
-    if base.is_dir():
-        found |= load_model(base)[1].state_dict()
-    if adapters:
-        found |= load_adapter(directory / ADAPTER, config, {name: like[name] for name in adapters})
-    return {name: found[name] for name in like}
 
 
 def write_version(

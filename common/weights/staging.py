@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -17,12 +16,10 @@ from common.base.errors import BadMessage
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
 from common.mesh.runtime.serial_executor import looked_at
-from common.model.files.safetensors_file import NAMES
-from common.model.files.source import nbytes
 from common.weights.bulk.port import BulkClient
 from common.weights.layout.identity import Described, identity, merged
-from common.weights.layout.laying import Chunk, How, Laid, Laying, Part, whole
-from common.weights.layout.manifest import check, chunk_bytes, packed
+from common.weights.layout.laying import Chunk, How, Laid, Laying, Part
+from common.weights.layout.manifest import check, packed
 from common.weights.store import host_chunks
 from common.weights.store.weight_store import put, store_entry
 
@@ -158,35 +155,3 @@ async def keep(mesh: Mesh, version: StagedVersion) -> None:
     told = await patiently(mesh.clock, lambda: ref.call(Weights.stage, request))
     if told.digest != version.digest:
         raise BadMessage(f"the store has a manifest as {told.digest}, and not {version.digest}")
-
-
-async def staged_whole(
-    mesh: Mesh,
-    bulk: BulkClient,
-    job: str,
-    lineage: int,
-    version: int,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    base: Base | None = None,
-    scale: float = 0.0,
-    dtype: str = "",
-    most: int = 0,
-) -> str:
-    """Stages tensors that somebody holds whole, each in its own type unless a `dtype` is given, in
-    chunks of at most `most` bytes; the manifest's digest.
-    """
-    kinds: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        kinds.setdefault(dtype or NAMES[tensor.dtype], {})[name] = tensor
-    size = sum(map(nbytes, tensors.values()))
-    laid = []
-    for kind, some in kinds.items():
-        how = How(kind, most or chunk_bytes(size))
-        async with Stager(mesh, bulk, how, f"storing weights of version {version}") as stager:
-            lay = partial(stager.lay, partial(whole, some))
-            stager.write(await mesh.host.run_blocking(lay, deadline_s=COPY_S))
-            laid.append(await stager.end())
-    made = assembled(job, lineage, version, tensors, laid, base, scale)
-    await keep(mesh, made)
-    return made.digest

@@ -20,8 +20,8 @@ from common.weights.bulk.port import BulkClient
 from common.weights.delta.sending import DeltaSender
 from common.weights.layout.images import load_tensor
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
 from loadtests.weights.contents import Tensors
+from loadtests.weights.whole import staged_whole
 
 
 class RestageCalls(Interface):

@@ -9,8 +9,8 @@ import pytest
 from common.base.errors import Fenced, Refused
 from common.state import events, leader, registry
 from common.state.redis.client import State
+from common.state.redis.keys import MESH
 from common.state.registry import LEASE_MS, Entry
-from common.state.server import epoch
 from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import Bench, HandClock
 
@@ -180,12 +180,12 @@ async def test_after_an_outage_the_first_to_return_raises_the_epoch_once(bench: 
     await bench.pass_ms(100)
     away = {"away_ms": 60_000, "ttl_ms": LONG_MS, "stats": "{}", "waits": "[]"}
     assert state.run_sync("renew", ["{mesh}"], away | {"name": "one", "token": one})["held"]
-    assert await epoch.mesh_epoch(state) == 1
+    assert await state.command("GET", f"{MESH}:epoch") == "1"
     # `two` has not renewed yet, and its name is safe from others for the grace.
     with pytest.raises(Refused):
         await registry.register(state, entry("c", "two"))
     assert state.run_sync("renew", ["{mesh}"], away | {"name": "two", "token": two})["held"]
-    assert await epoch.mesh_epoch(state) == 1
+    assert await state.command("GET", f"{MESH}:epoch") == "1"
     assert [e.kind for e in await events.read_all(state)].count("epoch") == 1
 
 

@@ -15,7 +15,7 @@ from common.base.errors import StateUnavailable
 from common.state import events, groups, jobs, registry
 from common.state.lifecycle import accounting
 from common.state.redis.client import State
-from common.state.server import epoch
+from common.state.redis.keys import MESH
 from tests.contract.state.state_bench import JOB, SHARD, Bench, Server, binary_of, running_server
 
 SERVERS = [
@@ -129,7 +129,7 @@ async def test_a_lease_survives_an_outage_that_outlasts_it(server: Server) -> No
     assert state.away_ms() > 300
     server.start()
     assert await asyncio.to_thread(renew)
-    assert await epoch.mesh_epoch(state) == 1
+    assert await state.command("GET", f"{MESH}:epoch") == "1"
     assert await registry.register(state, entry) == token
     await state.close()
 

@@ -22,8 +22,8 @@ from common.state import groups, jobs, steps
 from common.state.redis.client import State
 from common.weights.bulk.port import BulkClient, ChunkStore
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
 from common.weights.store.weight_store import put
+from loadtests.weights.whole import staged_whole
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual

@@ -11,7 +11,7 @@ from common.api.weights import STORE, Base, Fetch, Manifest, Weights
 from common.base.errors import MeshError
 from common.weights.layout.manifest import Rows, by_chunk, read_whole
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
+from loadtests.weights.whole import staged_whole
 from tests.unit.weights.storing import Store
 
 JOB = "job"

@@ -32,7 +32,7 @@ from common.weights.delta.receiving import from_deltas
 from common.weights.delta.sending import DeltaSender
 from common.weights.layout.images import Image
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
+from loadtests.weights.whole import staged_whole
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled

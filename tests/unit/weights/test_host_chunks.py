@@ -27,8 +27,8 @@ from common.weights.bulk.doors import InterpreterDoor
 from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.weights.layout.images import Image
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
 from common.weights.store.host_chunks import UNUSED_S, sweep, through
+from loadtests.weights.whole import staged_whole
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled

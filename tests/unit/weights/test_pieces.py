@@ -6,7 +6,7 @@ import torch
 
 from common.weights.bulk.port import BulkClient
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
+from loadtests.weights.whole import staged_whole
 from services.weights.export import read_tensors
 from tests.unit.weights.storing import Store
 

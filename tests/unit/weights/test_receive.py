@@ -30,9 +30,9 @@ from common.weights.chunks.verified import NAME, TRUSTED_S, Verified
 from common.weights.layout.images import Image
 from common.weights.layout.manifest import Rows
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
 from common.weights.ways.base import WantedVersion
 from common.weights.ways.bringing import Bringing
+from loadtests.weights.whole import staged_whole
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled

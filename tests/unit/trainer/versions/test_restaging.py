@@ -13,7 +13,7 @@ from common.api.trainer import Restage, Restaged
 from common.state.pool.workers.seat import Seat
 from common.weights.layout.laying import How, Laid
 from common.weights.receive import Receiver
-from common.weights.staging import staged_whole
+from loadtests.weights.whole import staged_whole
 from services.trainer.compute.staging import WeightStaging
 from services.trainer.core.core import TrainerCore
 from services.trainer.gang.compute import Compute

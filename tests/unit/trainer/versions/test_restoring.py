@@ -22,7 +22,7 @@ from common.records.checkpoints import STATE
 from common.state import events, steps
 from common.state.pool.demand.planned import PublishedStats, planned
 from common.state.registry import COUNTED
-from common.weights.staging import staged_whole
+from loadtests.weights.whole import staged_whole
 from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import adapt, fresh_learner
 from services.trainer.ranks.rank import Rank
