@@ -42,7 +42,7 @@ def _weights(
     if not explain:
         print(context.get_help())
         return
-    from meshrl.weights import explaining
+    from meshrl.commands.weights import explaining
 
     explaining.explain(run, mesh, json)
 
@@ -59,7 +59,7 @@ def list_(
 
         meshrl weights list --json
     """
-    from meshrl.weights import showing
+    from meshrl.commands.weights import showing
 
     showing.show(run, mesh, token, json)
 
@@ -79,7 +79,7 @@ def pin(
 
         meshrl weights pin runs/calculator 12 --note "of the paper"
     """
-    from meshrl.weights import showing
+    from meshrl.commands.weights import showing
 
     showing.pin(run, version, note, mesh, token, json)
 
@@ -98,7 +98,7 @@ def unpin(
 
         meshrl weights unpin runs/calculator 12
     """
-    from meshrl.weights import showing
+    from meshrl.commands.weights import showing
 
     showing.unpin(run, version, mesh, token, json)
 
@@ -122,7 +122,7 @@ def export(
 
         meshrl weights export runs/calculator best --out s3://models/calculator
     """
-    from meshrl.weights import showing
+    from meshrl.commands.weights import showing
 
     showing.export(run, version, out, mesh, json)
 
@@ -149,7 +149,7 @@ def import_(
 
         meshrl weights import Qwen2.5-0.5B --out runs/base --dtype bfloat16
     """
-    from meshrl.weights import showing
+    from meshrl.commands.weights import showing
 
     showing.import_(directory, out, dtype, json)
 
@@ -177,6 +177,6 @@ def diff(
 
         meshrl weights diff runs/calculator 0 best --json
     """
-    from meshrl.weights import showing
+    from meshrl.commands.weights import showing
 
     showing.diff(run, first, second, other, most, mesh, json)
