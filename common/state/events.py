@@ -71,6 +71,15 @@ async def read_all(state: State, since: str = "0") -> list[Event]:
     return found
 
 
+async def read_remaining(state: State, since: str = "0") -> list[Event]:
+    """Return all events after `since` that are still there, though earlier ones may be gone."""
+    while True:
+        try:
+            return await read_all(state, since)
+        except HistoryLost as lost:  # trimmed, perhaps meanwhile again
+            since = lost.through
+
+
 async def left_between(state: State, since: str, until: str) -> list[Event]:
     """Return the events after `since` and up to `until` that have not been trimmed."""
     found: list[Event] = []

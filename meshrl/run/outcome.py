@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +80,7 @@ class RunOutcome:
 
     def document(self) -> dict[str, Any]:
         """It as JSON."""
-        return {
-            "run": self.run,
-            "job": self.job,
-            "state": self.state,
-            "phase": self.phase,
-            "step": self.step,
-            "steps": self.steps,
-            "reward": self.reward,
-            "held_out": self.held_out,
-            "error": self.error,
-            "damaged": list(self.damaged),
-            "resume": self.resume,
-        }
+        return {**asdict(self), "resume": self.resume}
 
 
 def outcome_of(run: Run, live: bool | None = None) -> RunOutcome:

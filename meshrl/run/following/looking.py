@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 from common.base.errors import DeadlineExceeded, StateUnavailable
@@ -17,14 +17,13 @@ T = TypeVar("T")
 GONE_S = 15.0  # of silence before it is asked whether the mesh is still there
 
 
-async def looked(
+async def looks(
     place: MeshPlace,
     view: Saying,
-    looking: Callable[[State], Callable[[], Awaitable[tuple[T, bool]]]],
-    last: T,
-) -> T:
-    """What was seen last, when that was the end or the mesh lives no more; `last` if nothing was.
-    Of each connection `looking` makes a look, which returns what it sees and whether it is the end.
+    looking: Callable[[State], Callable[[], Awaitable[T]]],
+) -> AsyncGenerator[T, None]:
+    """What is seen of a mesh, look by look, for as long as it lives. `looking` makes the looks of
+    one connection.
     """
     while True:
         try:
@@ -33,9 +32,8 @@ async def looked(
                 look = looking(state)
                 while True:
                     async with asyncio.timeout(GONE_S):
-                        last, over = await look()
-                    if over:
-                        return last
+                        found = await look()
+                    yield found
                     await asyncio.sleep(LOOK_S)
             finally:
                 await state.close()
@@ -45,4 +43,4 @@ async def looked(
             view.say("redis does not answer; asking again")
         await asyncio.sleep(LOOK_S)
         if not await asyncio.to_thread(may_live, place):
-            return last
+            return

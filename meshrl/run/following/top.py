@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
+from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 
-from common.base.errors import HistoryLost
 from common.state import events
 from common.state.events import Event
 from common.state.jobs import JobRow
@@ -18,7 +18,7 @@ from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import place_of
-from meshrl.run.following.looking import looked
+from meshrl.run.following.looking import looks
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.view.frames.frame import Frame
 from meshrl.view.frames.watcher import MeshWatcher
@@ -57,15 +57,10 @@ class TopOnlooker:
         self._judged = moves.merged(self._judged, found)
 
     async def _news(self) -> list[Event]:
-        while True:
-            try:
-                new = await events.read_all(self._state, self._since)
-            except HistoryLost as lost:  # what is gone is on the jobs' records
-                self._since = lost.through
-                continue
-            if new:
-                self._since = new[-1].id
-            return [event for event in new if event.kind == JUDGED]
+        """Judged moves that are news; those that Redis has let go of are on the jobs' records."""
+        new = await events.read_remaining(self._state, self._since)
+        self._since = new[-1].id if new else self._since
+        return [event for event in new if event.kind == JUDGED]
 
 
 class TopScreen(OneScreen):
@@ -119,14 +114,7 @@ async def _once(state: State, place: MeshPlace) -> Frame:
 
 async def _watch(place: MeshPlace) -> None:
     with TopScreen() as view:
-
-        def looking(state: State) -> Callable[[], Awaitable[tuple[None, bool]]]:
-            onlooker = TopOnlooker(state, place.root)
-
-            async def look() -> tuple[None, bool]:
-                view.show(await onlooker.look())
-                return None, False
-
-            return look
-
-        await looked(place, view, looking, None)
+        frames = looks(place, view, lambda state: TopOnlooker(state, place.root).look)
+        async with aclosing(frames):
+            async for frame in frames:
+                view.show(frame)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from common.base.errors import HistoryLost, NotFound, Refused
 from common.base.files import lines
@@ -16,7 +17,7 @@ from common.state.redis.client import State
 from meshrl.directory.places import read_if_whole
 from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of
 from meshrl.run.following import watching_mesh
-from meshrl.run.following.looking import looked
+from meshrl.run.following.looking import looks
 from meshrl.run.outcome import INTERRUPTED, RunOutcome, outcome_of
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.history.run_snapshot import RunHistory, RunReading, RunSnapshot, snapshot
@@ -60,6 +61,10 @@ class Onlooker:
             events=mine,
         )
         return snapshot(reading, self._history)
+
+    async def watch(self) -> tuple[RunSnapshot, list[dict[str, Any]]]:
+        """The run now, and the rows of its steps."""
+        return await self.look(), self.rows
 
     async def _new_events(self) -> list[events.Event]:
         """What has happened since the last look; at first all that is recorded. Where events are
@@ -121,19 +126,15 @@ def _seen(run: Run, last: RunSnapshot) -> RunOutcome:
 
 async def _watch(run: Run) -> RunSnapshot | None:
     """The run when it was over, or as it was seen last; None if it was never seen."""
+    last: RunSnapshot | None = None
     with view_for(run.directory) as view:
-
-        def looking(state: State) -> Callable[[], Awaitable[tuple[RunSnapshot | None, bool]]]:
-            onlooker = Onlooker(state, run)
-
-            async def look() -> tuple[RunSnapshot | None, bool]:
-                try:
-                    shot = await onlooker.look()
-                except (NotFound, Refused):
-                    return None, True  # the mesh was started anew, or has another job of that name
-                view.show(shot, onlooker.rows)
-                return shot, shot.over
-
-            return look
-
-        return await looked(run.place, view, looking, None)
+        found = looks(run.place, view, lambda state: Onlooker(state, run).watch)
+        try:
+            async with aclosing(found):
+                async for last, rows in found:
+                    view.show(last, rows)
+                    if last.over:
+                        break
+        except (NotFound, Refused):
+            return None  # the mesh was started anew, or has another job of that name
+    return last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 from common.state import jobs
 from common.state.jobs import JobRow, Phase
@@ -11,7 +11,7 @@ from common.state.redis.client import State
 from meshrl.directory.asking import ask
 from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import may_live
-from meshrl.run.following.looking import looked
+from meshrl.run.following.looking import looks
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED, STOPPED
 from meshrl.view.frames.watcher import MeshWatcher
 from meshrl.view.live.mesh_view import view_for
@@ -45,17 +45,13 @@ def watch(place: MeshPlace) -> int:
 
 async def _watch(place: MeshPlace) -> list[JobRow]:
     """The jobs as they were when they were seen last."""
+    rows: list[JobRow] = []
     with view_for(str(place.root)) as view:
-
-        def looking(state: State) -> Callable[[], Awaitable[tuple[list[JobRow], bool]]]:
-            watcher = MeshWatcher(state, str(place.root))
-
-            async def look() -> tuple[list[JobRow], bool]:
-                mesh = await watcher.look()
-                view.show(mesh, watcher.frame(), watcher.elapsed_s)
-                rows = list(mesh.jobs)
-                return rows, all(row.ended for row in rows)
-
-            return look
-
-        return await looked(place, view, looking, [])
+        found = looks(place, view, lambda state: MeshWatcher(state, str(place.root)).watch)
+        async with aclosing(found):
+            async for watcher in found:
+                view.show(watcher.mesh, watcher.frame(), watcher.elapsed_s)
+                rows = list(watcher.mesh.jobs)
+                if all(row.ended for row in rows):
+                    break
+    return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 from common.state import steps
 from common.state.jobs import JobRow
@@ -46,6 +47,11 @@ class MeshWatcher:
             rate = self._rates.setdefault(row.id, TokenRate())
             self._rolled_out[row.id] = rate.see(self.elapsed_s, tokens)
         return self.mesh
+
+    async def watch(self) -> Self:
+        """Look, for a view of the mesh and its frame."""
+        await self.look()
+        return self
 
     def frame(self, judged: Sequence[Judged] = ()) -> Frame:
         """The last look as a frame."""

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-from common.base.errors import HistoryLost
 from common.state import events
 from common.state.events import Event
 from common.state.redis.client import State
@@ -25,12 +24,7 @@ _PAGE = 5_000  # of the newest events, which are looked through
 
 async def recent(state: State) -> list[Event]:
     """The newest events, oldest first."""
-    since = "0"
-    while True:
-        try:
-            return (await events.read_all(state, since))[-_PAGE:]
-        except HistoryLost as lost:  # trimmed, perhaps meanwhile again: the rest is there
-            since = lost.through
+    return (await events.read_remaining(state))[-_PAGE:]
 
 
 def about(found: Iterable[Event], subject: str) -> list[Event]:

@@ -190,7 +190,7 @@ class Recorded:
         """
         why = self.wrong[EVENTS]
         found = await host.run_blocking(read, self._events.path, deadline_s=MEND_S)
-        streamed = await _still_there(state)
+        streamed = await events.read_remaining(state)
         known, gone = await host.run_blocking(self._with, found.rows, streamed, deadline_s=MEND_S)
         then = "made again from the event stream in Redis"
         if gone > 0:
@@ -242,14 +242,6 @@ class Recorded:
         """All rows that are readable or `known`, each once, in order."""
         union = {int(row["step"]): row for row in (*self.every_row(), *self.rows, *known)}
         return [union[step] for step in sorted(union)]
-
-
-async def _still_there(state: State) -> list[Event]:
-    """All that the event stream holds, though what came before is gone."""
-    try:
-        return await events.read_all(state)
-    except HistoryLost as lost:
-        return await events.read_all(state, lost.through)
 
 
 def damaged(run_dir: Path) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from common.mesh.process.handle import start_time
 from common.state.redis import embedded
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.run.following.looking import looked
+from meshrl.run.following.looking import looks
 from tests.contract.state.state_bench import Server, running_server
 from tests.load import scaled
 
@@ -40,14 +41,14 @@ class Heard:
         if self.place.launcher.exists():
             self.server.start()
 
-    def looking(self, state: State) -> Callable[[], Awaitable[tuple[str, bool]]]:
+    def looking(self, state: State) -> Callable[[], Awaitable[str]]:
         self.seen.append("connected")
 
-        async def look() -> tuple[str, bool]:
+        async def look() -> str:
             self.seen.append(str(await state.command("INCR", "looks", deadline_s=scaled(5.0))))
             if self.seen[-1] == "2":
                 self.server.kill()
-            return self.seen[-1], len(self.seen) > 4
+            return self.seen[-1]
 
         return look
 
@@ -64,7 +65,12 @@ async def test_a_redis_that_is_away_is_asked_again_while_the_mesh_lives(
             write_json(place.launcher, {"pid": os.getpid(), "start_time": start_time(os.getpid())})
         heard = Heard(place, server)
         async with asyncio.timeout(scaled(WITHIN_S)):
-            last = await looked(place, heard, heard.looking, "nothing")
+            found = looks(place, heard, heard.looking)
+            async with aclosing(found):
+                async for seen in found:
+                    last = seen
+                    if len(heard.seen) > 4:
+                        break
     assert heard.said == ["redis does not answer; asking again"]
     first = ["connected", "1", "2"]
     assert heard.seen == ([*first, "connected", "3"] if lives else first)
