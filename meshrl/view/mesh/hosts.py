@@ -11,7 +11,6 @@ from common.mesh.transport.address import endpoint_of
 from common.state.pool.placing.snapshot import LEFT
 from common.state.pool.placing.taking import ALL
 from common.state.pool.workers.names import PLACED
-from common.state.pool.workers.rows import WorkerRow
 from common.state.redis.client import State
 from common.state.registry import Entry
 from meshrl.directory.joined import JoinedHost, joined_hosts
@@ -58,39 +57,33 @@ def rows(mesh: MeshSnapshot, place: MeshPlace) -> list[HostRow]:
     settings = MeshSettings.from_file(place.settings)
     joined = joined_hosts(place)
     entries = {e.host: e for e in mesh.entries if e.kind == "node"}
-    roles = [e for e in mesh.entries if e.alive and e.kind in PLACED]
-    residents: dict[str, list[str]] = {}  # by worker
-    for gang, resident in mesh.residents:
-        for rank in resident.ranks:
-            residents.setdefault(gang.workers[rank], []).append(resident.id)
     names = {settings.host, *joined, *(e.host for e in entries.values() if e.alive)}
     names |= {worker.host for worker in mesh.workers}
     names -= {name for name, why in mesh.draining.items() if why == LEFT}
     order = [settings.host, *joined]
-    found = []
-    for name in sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n)):
-        own = [worker for worker in mesh.workers if worker.host == name]
-        services = [service for host, service in mesh.services if host == name]
-        on = sorted(r for worker in own for r in residents.get(worker.id, ()))
-        about = joined.get(name)
-        head = name == settings.host
-        why = mesh.draining.get(name, "")
-        there = sorted(e.name for e in roles if e.host == name)
-        found.append(_row(name, head, entries.get(name), about, own, on, there, services, why))
-    return found
+    ordered = sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n))
+    return [
+        _row(name, name == settings.host, entries.get(name), joined.get(name), mesh)
+        for name in ordered
+    ]
 
 
 def _row(
-    name: str,
-    head: bool,
-    entry: Entry | None,
-    about: JoinedHost | None,
-    workers: list[WorkerRow],
-    residents: list[str],
-    processes: list[str],
-    services: list[str],
-    draining: str,
+    name: str, head: bool, entry: Entry | None, about: JoinedHost | None, mesh: MeshSnapshot
 ) -> HostRow:
+    workers = [worker for worker in mesh.workers if worker.host == name]
+    ids = {worker.id for worker in workers}
+    residents = sorted(
+        resident.id
+        for gang, resident in mesh.residents
+        for rank in resident.ranks
+        if gang.workers[rank] in ids
+    )
+    processes = sorted(
+        e.name for e in mesh.entries if e.alive and e.kind in PLACED and e.host == name
+    )
+    services = [service for host, service in mesh.services if host == name]
+    draining = mesh.draining.get(name, "")
     said = stats_of(NodeStats, entry.stats if entry is not None else {})
     stats = said if entry is not None and entry.alive else NodeStats()
     address = about.address if about is not None else ""

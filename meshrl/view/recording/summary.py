@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from common.state.events import Event
@@ -25,26 +26,29 @@ ACCOUNT = (
 )
 
 
-def outcome(
-    job: str, phase: Phase, seed: int, wall_s: float, steps: int, account: dict[str, int]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run stands when it is summarized."""
+
+    job: str
+    phase: Phase
+    seed: int
+    wall_s: float
+    account: dict[str, int]
+
+
+def outcome(end: RunEnd, steps: int) -> dict[str, Any]:
     """The part of a summary that says how a run ended; `steps` are those that are done."""
-    told = {"job": job, "phase": phase, "seed": seed, "steps": steps, "wall_s": round(wall_s, 1)}
-    return told | {term: account[term] for term in ACCOUNT}
+    told = {"job": end.job, "phase": end.phase, "seed": end.seed, "steps": steps}
+    return told | {"wall_s": round(end.wall_s, 1)} | {term: end.account[term] for term in ACCOUNT}
 
 
 def summarize(
-    *,
-    job: str,
-    phase: Phase,
-    seed: int,
-    wall_s: float,
-    warm_start_cached: bool,
+    end: RunEnd,
     rows: Iterable[dict[str, Any]],
     evaluations: Sequence[Evaluation],
     events: Sequence[Event],
     tally: Tally,
-    account: dict[str, int],
 ) -> dict[str, Any]:
     """The summary of a run from its record; rows are gone through once."""
     cpu_s = tally.cpu_by_name()
@@ -56,27 +60,27 @@ def summarize(
         tokens_trained += int(row["tokens_trained"])
         if row.get("logprob_gap") is not None:
             gap = max(gap or 0.0, float(row["logprob_gap"]))
-    return outcome(job, phase, seed, wall_s, steps, account) | {
+    return outcome(end, steps) | {
         "held_out": {
             "before": _accuracy(evaluations, "before"),
             "after": _accuracy(evaluations, "after"),
         },
         "evaluations": [_evaluation(e) for e in evaluations],
         "best_version": next((e.step for e in reversed(evaluations) if e.best), None),
-        "warm_start_cached": warm_start_cached,
+        "warm_start_cached": tally.warm_start_cached,
         "cpu_s": cpu_s,
         "cpu_total_s": round(sum(cpu_s.values()), 1),
         "cpu_shared_s": round(tally.shared_s, 1),
         "accelerator_s": round(tally.accelerator_s, 1),
         **{
             f"{state}_s": round(seconds, 1)
-            for state, seconds in held_s(events, job, sessions=tally.sessions).items()
+            for state, seconds in held_s(events, end.job, sessions=tally.sessions).items()
         },
         "tokens_rolled_out": tokens,
         "tokens_sampled": tally.total_tokens("rollout/"),
         "tokens_trained": tokens_trained,
         "prefixes": prefixes.summed(tally.prefixes.values()),
-        "failed_share": _share(account),
+        "failed_share": _share(end.account),
         "failures": listed(events),
         "workers_moved": len(planned_moves(events)),
         "hosts_lost": sum(event.kind == "host_lost" for event in events),

@@ -67,21 +67,11 @@ def _summary(
     shot, job = recorder.shot, recorder.job
     phase, seed = shot.phase if shot else Phase.QUEUED, int(recorder.held["document"]["seed"])
     account = audit.audited(recorder.run_dir, events, job)
-    steps = shot.step if shot else 0
-    found = summary.outcome(job, phase, seed, recorder.wall_s, steps, account)
+    end = summary.RunEnd(job, phase, seed, recorder.wall_s, account)
+    found = summary.outcome(end, shot.step if shot else 0)
     with guard("the rest of the summary"):
-        found = summary.summarize(
-            job=job,
-            phase=phase,
-            seed=seed,
-            wall_s=recorder.wall_s,
-            warm_start_cached=recorder.tally.warm_start_cached,
-            rows=recorder.recorded.every_row(),
-            evaluations=evaluations,
-            events=events,
-            tally=recorder.tally,
-            account=account,
-        )
+        rows = recorder.recorded.every_row()
+        found = summary.summarize(end, rows, evaluations, events, recorder.tally)
     return found
 
 
@@ -139,18 +129,10 @@ class LivePage:
         run_dir, recorded = self._recorder.run_dir, self._recorder.recorded
         job, document = self._recorder.job, self._recorder.held["document"]
         events = list(rare_events(run_dir))
-        found = summary.summarize(
-            job=job,
-            phase=shot.phase,
-            seed=shot.seed,
-            wall_s=wall_s,
-            warm_start_cached=self._recorder.tally.warm_start_cached,
-            rows=recorded.every_row(),
-            evaluations=shot.evaluations,
-            events=events,
-            tally=copy.deepcopy(self._recorder.tally),
-            account=dict.fromkeys(WRONG, 0) | shot.counts | {"in_flight": shot.in_flight},
-        )
+        account = dict.fromkeys(WRONG, 0) | shot.counts | {"in_flight": shot.in_flight}
+        end = summary.RunEnd(job, shot.phase, shot.seed, wall_s, account)
+        tally = copy.deepcopy(self._recorder.tally)
+        found = summary.summarize(end, recorded.every_row(), shot.evaluations, events, tally)
         found["lost"] = None  # known when nothing is in flight any more
         kept = samples.evaluated(run_dir)
         rows = thinned(recorded.every_row())

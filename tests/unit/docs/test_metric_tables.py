@@ -16,7 +16,7 @@ from common.state.jobs import Phase
 from common.state.steps import step_row
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
-from meshrl.view.recording.summary import summarize
+from meshrl.view.recording.summary import RunEnd, summarize
 from meshrl.view.recording.usage import Tally
 from services.trainer.arithmetic.stats import BinStats, update_metrics
 from services.trainer.steps.batch import Batch
@@ -82,18 +82,8 @@ def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
 
 
 def test_each_key_of_a_summary_has_a_unit_and_a_meaning() -> None:
-    found = summarize(
-        job="j",
-        phase=Phase.TRAINING,
-        seed=0,
-        wall_s=1.0,
-        warm_start_cached=False,
-        rows=[],
-        evaluations=[],
-        events=[],
-        tally=Tally(),
-        account=dict.fromkeys((*ACCOUNT, *TWICE), 0),
-    )
+    account = dict.fromkeys((*ACCOUNT, *TWICE), 0)
+    found = summarize(RunEnd("j", Phase.TRAINING, 0, 1.0, account), [], [], [], Tally())
     assert units("operations.md", "## Accounting").keys() == found.keys()
 
 

@@ -16,7 +16,7 @@ from meshrl.view.history.decided import decisions
 from meshrl.view.history.gangs import Span, TimelineMark, moves, spans
 from meshrl.view.history.gangs import rows as rows_of
 from meshrl.view.history.run_snapshot import Evaluation
-from meshrl.view.recording.summary import planned_moves, summarize
+from meshrl.view.recording.summary import RunEnd, planned_moves, summarize
 from meshrl.view.recording.usage import Tally
 from meshrl.view.report import charts, figures, sections, timeline
 from meshrl.view.report.page import html
@@ -115,19 +115,10 @@ def summary() -> dict[str, Any]:
         tokens={"rollout/tiny/0": {"a": 5, "b": 6}},
         shared={"redis": 0.75},
         accelerator_s=90.0,
-    )
-    return summarize(
-        job="tiny",
-        phase=Phase.FINISHED,
-        seed=3,
-        wall_s=61.23,
         warm_start_cached=True,
-        rows=ROWS,
-        evaluations=EVALUATIONS,
-        events=EVENTS,
-        tally=tally,
-        account=ACCOUNT,
     )
+    end = RunEnd("tiny", Phase.FINISHED, 3, 61.23, ACCOUNT)
+    return summarize(end, ROWS, EVALUATIONS, EVENTS, tally)
 
 
 def test_a_summary_has_the_keys_that_are_promised() -> None:
