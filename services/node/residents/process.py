@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from common.api.calls.role import Drain, Resting, Settle
 from common.base.errors import (
@@ -37,12 +36,12 @@ from common.mesh.process.supervision.supervisor import (
     Supervisor,
 )
 from common.mesh.runtime.mesh import Mesh
-from common.state import jobs, registry
 from common.state.pool.workers.rows import Budget, Doing, Tier
 from services.node.residents.budgets import Budgets, OverBudget
 from services.node.residents.roles import RoleWish
 from services.node.residents.room import GpuFull, GpuRoom
 from services.node.residents.segments import Segments
+from services.node.residents.startup import LOADING_S, Progress, Startup
 
 NICE = 5  # below the services: a step may wait, a heartbeat may not
 # One thread a process (more are slower when cores are shared); tensors are allocated from a heap
@@ -55,8 +54,6 @@ ENVIRONMENT = {
 # Restarts in seconds: their delays add up to what an error of its own must last until it is the
 # job's end (`process_ended.lua`), so that it is told before the budget is spent.
 BUDGET = (8, 60.0)
-LOADING_S = 300.0  # a started process may be so long on one thing until it is ready
-PAUSED_LOOK_S = 15.0  # between two looks whether its job is paused, while it starts
 DRAIN_S = 5.0
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 LEAVING_S = 1.0  # for both, when the whole worker stops
@@ -124,10 +121,7 @@ class RoleProcess(Hooks):
         self._reports = Reports(self._mesh.state, self._mesh.clock)
         self._log = around.log(self.name)
         self._explained = False  # its last end has an error that says why
-        self._since = 0.0  # when what it does began
-        self._progress: Any = None  # what a process that starts has published of it
-        self._moved = 0.0  # when it last changed
-        self._paused_looked = around.mesh.clock.monotonic()
+        self._startup = Startup(self._mesh, wish)
         self._late = 0  # pid of the process that was killed for it
         self.up = False  # it has said that it is ready
         self._settled: tuple[Tier, bool, int] | None = None  # tier, turns, epoch
@@ -259,41 +253,14 @@ class RoleProcess(Hooks):
     # Until it is up
 
     async def _look_for_it(self) -> None:
-        """A process that starts is killed when it gets no further: a warm start or a replay may
-        take hours, and says how far it is as `progress` among its stats.
-        """
-        entry, now = await registry.lookup(self._mesh.state, self.name), self._now()
-        if entry is not None and self._is_ready(entry):
+        """A process that starts is killed when it gets no further."""
+        found = await self._startup.look(self.pid)
+        if found == Progress.READY:
             self.up = True
-        elif entry is not None and self._moves(entry):
-            self._progress, self._moved = entry.stats["progress"], now
-        elif now - self._paused_looked > PAUSED_LOOK_S and await self._job_stands_still():
-            self._moved = now
-        elif now - self._moved > LOADING_S and self.name in self.supervisor.children:
+        elif found == Progress.LATE and self.name in self.supervisor.children:
             self._enter(Doing.STARTING, f"not ready, and no further for {LOADING_S:g} s: killed")
             self._late = self.pid
             self.supervisor.children[self.name].kill()
-
-    def _is_ready(self, entry: registry.Entry) -> bool:
-        stats: dict[str, Any] = entry.stats
-        expected = stats.get("generation") == self.wish.resident.generation
-        return expected and stats.get("ready") is True and self._is_ours(entry)
-
-    def _moves(self, entry: registry.Entry) -> bool:
-        progress = entry.stats.get("progress")
-        return progress not in (None, self._progress) and self._is_ours(entry)
-
-    def _is_ours(self, entry: registry.Entry) -> bool:
-        return (entry.alive, entry.host, entry.pid) == (True, self._mesh.settings.host, self.pid)
-
-    async def _job_stands_still(self) -> bool:
-        """Whether its job is paused: then nobody is late."""
-        self._paused_looked = self._now()
-        try:
-            row = await jobs.job(self._mesh.state, self.wish.resident.job)
-        except NotFound:
-            return False
-        return row.held.startswith("paused:")
 
     # From tier to tier
 
@@ -385,9 +352,8 @@ class RoleProcess(Hooks):
         return self._mesh.clock.monotonic()
 
     def _enter(self, doing: Doing, detail: str) -> None:
-        self.doing, self.detail, self._since = doing, detail, self._now()
-        self._progress, self._moved = None, self._since
-        self._refusal = None
+        self.doing, self.detail, self._refusal = doing, detail, None
+        self._startup.begin()
 
     def _refused(self, doing: Doing, error: MeshError) -> None:
         """The same again is no news, though its numbers have changed."""

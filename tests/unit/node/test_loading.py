@@ -16,7 +16,7 @@ from common.state.pool.placing.decisions import Admit, Why
 from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Doing
 from common.state.redis.keys import PLANNER
-from services.node.residents.process import LOADING_S
+from services.node.residents.startup import LOADING_S
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
