@@ -20,7 +20,7 @@ from common.api.weights import STORE, Examine, Fetch, Manifest, Weights
 from common.base.errors import Damaged, MeshError, NotFound, StorageFull
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
-from common.model.files.source import RequestedSource, Source
+from common.model.files.source import TensorSource
 from common.weights.bulk.port import BulkClient, ChunkStore
 from common.weights.delta.receiving import acknowledge
 from common.weights.layout.images import Image
@@ -70,7 +70,7 @@ class Receiver:
         await self._fill(image, fresh)
         return image
 
-    async def source(self, digest: str) -> Source:
+    async def source(self, digest: str) -> TensorSource:
         """A version, hashed anew, some tensors at a time: of no more is in this process's memory
         than is asked for at once. Errors as of `receive`.
         """
@@ -79,7 +79,7 @@ class Receiver:
         async def some(names: Sequence[str]) -> dict[str, torch.Tensor]:
             return await self._mesh.host.run_blocking(image.gathered, names, deadline_s=COPY_S)
 
-        return RequestedSource(image.outline, some)
+        return TensorSource(image.outline, some)
 
     async def manifest(self, digest: str) -> Manifest:
         """What the store says of a version; NotFound, Damaged."""
