@@ -1,4 +1,4 @@
-"""What each way does by which versions reach hosts: one side publishes, the other receives."""
+"""Transports by which versions reach hosts."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ class Way(Protocol):
     @property
     def name(self) -> str:
         """For people and for `rollout.weights`."""
-
-    async def publish(self, manifest: str) -> None:
-        """From now on this version may be received by this way, and no earlier one."""
 
     async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         """Brings chunks that lack as files of `into`, each right before it has its name. It need

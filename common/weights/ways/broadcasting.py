@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from common.api.trainer import BroadcastPlace, Gather, Sender
-from common.base.errors import MeshError, PeerLost
+from common.base.errors import MeshError
 from common.base.host.interfaces import address_of
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.serial_executor import looked_at
@@ -25,7 +25,7 @@ from common.weights.bulk.port import BulkClient
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
 from common.weights.store.weight_store import store_entry
-from common.weights.ways.group import BroadcastGroup, place
+from common.weights.ways.group import GroupPart, place
 from common.weights.ways.meeting import listen, place_of, ports_of, store_at
 
 WINDOW_S = 0.3  # hosts hear of a version within milliseconds, and look at what they lack
@@ -158,35 +158,22 @@ class Broadcasts:
 _WAIT = timedelta(seconds=WAIT_S)
 
 
-class Sending:
+class Sending(GroupPart):
     """A sender's part, on a thread."""
 
     def __init__(self, told: BroadcastPlace, files: ChunkStore, where: dict[str, str]) -> None:
-        self._told, self._files, self._where = told, files, where
-        self._group: BroadcastGroup | None = None
-        self._stopped = False
+        super().__init__(told, told.senders[0], where)
+        self._files = files
 
     def run(self, store: Store) -> None:
         """Sends all of its chunks to whoever has joined. PeerLost."""
-        told, sender = self._told, self._told.senders[0]
-        self._group = BroadcastGroup(
-            store, sender.name, 0, told.members, told.backend, self._where, told.wait_s
-        )
-        self._group.send(self._contents(sender.chunks))
+        self.join(store).send(self._contents())
 
-    def _contents(self, chunks: Iterable[str]) -> Iterator[mmap.mmap]:
-        for digest in chunks:
-            if self._stopped:
-                raise PeerLost("the broadcast was ended")
+    def _contents(self) -> Iterator[mmap.mmap]:
+        for digest in self._sender.chunks:
+            self.check()
             with self._files.path(digest).open("rb") as file:
                 yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def stop(self) -> None:
-        """Ends it, from any thread."""
-        self._stopped = True
-        if self._group is not None:
-            with suppress(RuntimeError):  # it has ended
-                self._group.leave()
 
 
 def _here(files: ChunkStore, lacking: dict[str, int]) -> dict[str, int]:

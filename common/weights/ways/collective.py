@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -22,8 +21,7 @@ from common.mesh.runtime.mesh import Mesh
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
 from common.weights.ways.base import WantedVersion
-from common.weights.ways.broadcasting import Broadcasts
-from common.weights.ways.group import BroadcastGroup, place
+from common.weights.ways.group import GroupPart, place
 from common.weights.ways.meeting import store_at
 
 LOCK = "broadcast"
@@ -32,18 +30,13 @@ MOST_S = 600.0  # for all of it
 
 
 class Collective:
-    """A way; see `Way`. The core of a job publishes, by its `broadcasts`; others receive."""
+    """The receiving side of broadcasts of a job's core."""
 
     name = "collective"
 
-    def __init__(self, mesh: Mesh, job: str, broadcasts: Broadcasts | None = None) -> None:
-        self._mesh, self._broadcasts = mesh, broadcasts
+    def __init__(self, mesh: Mesh, job: str) -> None:
+        self._mesh = mesh
         self._trainer = mesh.ref(f"trainer/{job}")
-
-    async def publish(self, manifest: str) -> None:
-        """Of the core alone."""
-        assert self._broadcasts is not None, "who receives does not publish"
-        await self._broadcasts.publish(manifest)
 
     async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         """PeerLost when a member was lost, StorageFull. Processes of a host do it one after the
@@ -79,7 +72,7 @@ class Collective:
                 mesh.telemetry.count("chunks_damaged", part.damaged)
 
 
-class _Receiving:
+class _Receiving(GroupPart):
     """What comes of one sender, on a thread."""
 
     def __init__(
@@ -90,22 +83,16 @@ class _Receiving:
         into: ChunkStore,
         where: dict[str, str],
     ) -> None:
+        super().__init__(told, sender, where)
         self.chunks = self.bytes = self.damaged = 0
-        self._told, self._sender = told, sender
-        self._lacking, self._into, self._where = lacking, into, where
-        self._group: BroadcastGroup | None = None
-        self._stopped = False
+        self._lacking, self._into = lacking, into
 
     def run(self, store: Store) -> None:
         """Keeps what lacks here of all that comes. PeerLost, StorageFull."""
-        told, sender = self._told, self._sender
-        self._group = BroadcastGroup(
-            store, sender.name, told.rank, told.members, told.backend, self._where, told.wait_s
-        )
-        contents = self._group.receive(sender.chunks.values())
-        for digest, content in zip(sender.chunks, contents, strict=True):
-            if self._stopped:
-                raise PeerLost("the broadcast was ended")
+        chunks = self._sender.chunks
+        contents = self.join(store).receive(chunks.values())
+        for digest, content in zip(chunks, contents, strict=True):
+            self.check()
             if digest not in self._lacking:
                 continue
             if digest_of(content) != digest:
@@ -114,13 +101,6 @@ class _Receiving:
             self._into.keep(digest, content)
             self.chunks += 1
             self.bytes += len(content)
-
-    def stop(self) -> None:
-        """Ends it, from any thread."""
-        self._stopped = True
-        if self._group is not None:
-            with suppress(RuntimeError):  # it has ended
-                self._group.leave()
 
 
 def _met(told: BroadcastPlace, wait: timedelta) -> Store:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from common.api.trainer import BroadcastPlace, Sender
 from common.base.errors import PeerLost, Refused
 from common.base.host.ports import ANYWHERE, ports
 from common.base.host.settings import MeshSettings, advertised_host
@@ -119,6 +120,34 @@ class BroadcastGroup:
     def leave(self) -> None:
         """Ends this member's part, also while it waits for others; from any thread."""
         self._group.abort()
+
+
+class GroupPart:
+    """One member's part in the group of a sender, on a thread; `stop` ends it from any thread."""
+
+    def __init__(self, told: BroadcastPlace, sender: Sender, where: dict[str, str]) -> None:
+        self._told, self._sender, self._where = told, sender, where
+        self._group: BroadcastGroup | None = None
+        self._stopped = False
+
+    def join(self, store: Store) -> BroadcastGroup:
+        """Meet the others; PeerLost."""
+        told = self._told
+        about = told.rank, told.members, told.backend, self._where, told.wait_s
+        self._group = BroadcastGroup(store, self._sender.name, *about)
+        return self._group
+
+    def check(self) -> None:
+        """Raise PeerLost once this part was stopped."""
+        if self._stopped:
+            raise PeerLost("the broadcast was ended")
+
+    def stop(self) -> None:
+        """End this member's part, whatever it is at."""
+        self._stopped = True
+        if self._group is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._group.leave()
 
 
 @contextmanager

@@ -23,9 +23,6 @@ class PullPath:
         self._mesh, self._bulk = mesh, bulk
         self._rate: float | None = None  # bytes a second that came, when much did last
 
-    async def publish(self, manifest: str) -> None:
-        """Its chunks are in the store, and who has fetched one is known there."""
-
     async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
         """Makes what it can of deltas, and fetches the rest. NotFound, Damaged, StorageFull."""
         about, rate = (self._mesh, self._bulk), self._rate
