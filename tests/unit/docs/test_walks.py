@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
 WALKS = (ROOT / "docs" / "walks.md").read_text()
-STEPS = 15  # of a walk, at most
+FILES, RETURNS = 12, 2  # of a walk, at most
 _CODE = re.compile(r"`([^`]+)`")
 
 
@@ -38,7 +39,9 @@ def names_in(path: Path) -> set[str]:
 @pytest.mark.parametrize("title", walks())
 def test_a_walk_is_short_and_every_file_and_name_in_it_exists(title: str) -> None:
     steps = walks()[title]
-    assert 5 <= len(steps) <= STEPS
+    opened = [word for step in steps for word in _CODE.findall(step) if word.endswith(".py")]
+    assert 5 <= len(set(opened)) <= FILES
+    assert sum(a != b for a, b in pairwise(opened)) + 1 - len(set(opened)) <= RETURNS
     for number, step in enumerate(steps, 1):
         words = _CODE.findall(step)
         files = [ROOT / word for word in words if word.endswith(".py")]
