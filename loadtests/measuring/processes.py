@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 OF_PROCESS = 2  # the kind of a CPU clock that counts all threads of a process
 
 
@@ -45,8 +51,32 @@ def drop_caches() -> bool:
     return True
 
 
-def status_bytes(pid: int, *keys: str) -> list[int]:
-    """Return entries of a process's status, such as VmHWM, in bytes."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    found: Mapping[str, str] = dict(line.split(":", 1) for line in lines)
-    return [int(found[key].split()[0]) << 10 for key in keys]
+def forked(count: int, work: Callable[[int], T]) -> list[T]:
+    """Return what forks of this process have found, by their numbers, as JSON holds it.
+
+    RuntimeError when one fails, which ends the others.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        running = {_fork(number, work, Path(folder)) for number in range(count)}
+        failed = 0
+        while running:
+            pid, status = os.wait()
+            running.discard(pid)
+            failed = failed or status
+            for other in running if failed else ():
+                os.kill(other, signal.SIGKILL)
+        if failed:
+            raise RuntimeError("a rank has failed")
+        return [json.loads((Path(folder) / str(number)).read_text()) for number in range(count)]
+
+
+def _fork(number: int, work: Callable[[int], T], folder: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        (folder / str(number)).write_text(json.dumps(work(number)))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)

@@ -8,10 +8,8 @@ Prints one JSON object: medians with their quartiles, and the median of the pair
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +20,8 @@ import torch.distributed as dist
 
 from common.api.ranks import Meeting
 from common.weights.ways.meeting import listen, place_of
-from loadtests.measuring.entry import options
+from loadtests.measuring.entry import options, report
+from loadtests.measuring.processes import forked
 from loadtests.measuring.rounds import quartiles, ratio
 from services.trainer.ranks.rank import join_group, leave_group
 
@@ -78,16 +77,10 @@ def main() -> None:
     order = turns(chosen.pairs)
     doors = {turn: listen("127.0.0.1", range(1)) for turn in order}
     with tempfile.TemporaryDirectory() as directory:
-        children = []
-        for number in range(chosen.ranks):
-            child = os.fork()
-            if child == 0:
-                took = rank(number, chosen.ranks, Path(directory), doors)
-                if number == 0:
-                    print(json.dumps(figures(took, order, chosen.ranks)), flush=True)
-                os._exit(0)
-            children.append(child)
-        sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+        took, *_ = forked(
+            chosen.ranks, lambda number: rank(number, chosen.ranks, Path(directory), doors)
+        )
+    report(figures(took, order, chosen.ranks))
 
 
 if __name__ == "__main__":

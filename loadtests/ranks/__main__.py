@@ -20,7 +20,6 @@ tensors takes that many bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from common.state.pool.workers.seat import Seat
 from common.weights.layout.laying import Laying, slices
 from common.weights.layout.laying import laying as how
 from loadtests.measuring.entry import options, report
+from loadtests.measuring.processes import forked
 from services.trainer.gang.running import make_rank
 from services.trainer.ranks.rank import Rank
 from services.trainer.ranks.saving import write
@@ -148,19 +148,12 @@ def moved(rank: Rank, directory: Path) -> int:
 
 def all_ranks(data: JobData, ranks: int, directory: Path, name: str) -> list[dict[str, int]]:
     """Of every rank, in their order, each a fork of this process."""
-    pids = []
-    for number in range(ranks):
-        pid = os.fork()
-        if not pid:
-            torch.set_num_threads(1)
-            found = begun(data, number, ranks, directory / name)
-            (directory / f"{name}{number}.json").write_text(json.dumps(found))
-            os._exit(0)
-        pids.append(pid)
-    for pid in pids:
-        if os.waitpid(pid, 0)[1]:
-            raise RuntimeError("a rank has failed")
-    return [json.loads((directory / f"{name}{i}.json").read_text()) for i in range(ranks)]
+
+    def work(number: int) -> dict[str, int]:
+        torch.set_num_threads(1)
+        return begun(data, number, ranks, directory / name)
+
+    return forked(ranks, work)
 
 
 def measure(ranks: int, shape: dict[str, object], directory: Path) -> dict[str, object]:

@@ -16,18 +16,17 @@ setting: `D1_4096_ratio_ep`.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from loadtests.measuring.entry import flat, options, report
 from loadtests.measuring.host import HostMeter
+from loadtests.measuring.processes import environment
 from loadtests.measuring.rounds import quartiles, ratios
 from loadtests.zebra.arms import COUNT, LONGEST_S, MICROS, TOKENS, Setting, arms
 
@@ -63,12 +62,10 @@ def figures(setting: Setting, rounds: int) -> dict[str, Any]:
     """Those of a setting, of ranks of their own."""
     with tempfile.TemporaryDirectory(prefix="zebra") as directory:
         words = [directory, json.dumps(asdict(setting)), str(rounds)]
-        subprocess.run(
-            [sys.executable, "-m", "loadtests.zebra.gang", *words],
-            check=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        ranks = [json.loads((Path(directory) / f"{n}.json").read_text()) for n in range(RANKS)]
+        command = [sys.executable, "-m", "loadtests.zebra.gang", *words]
+        pipe = subprocess.PIPE
+        gang = subprocess.run(command, check=True, env=environment(), stdout=pipe)
+    ranks = json.loads(gang.stdout.splitlines()[-1])
     names = [arm.name for arm in arms(setting)]
     steps = {
         name: [

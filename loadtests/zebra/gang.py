@@ -2,19 +2,16 @@
 
 SETTING is a JSON object, the fields of `Setting`.
 
-They are forks of one process, without a mesh. Each computes steps of all arms, in rotating order,
-and writes what it did: when a step began and ended, how long it computed, and what its lanes moved
-meanwhile.
+They are forks of one process, without a mesh. Each computes steps of all arms, in rotating order.
+What each did is printed: when a step began and ended, how long it computed, and what its lanes
+moved meanwhile.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.model.architecture.config import ModelConfig
 from common.model.files.rows import Drawn
 from common.model.network.decoder import Decoder
+from loadtests.measuring.processes import forked
 from loadtests.measuring.rounds import rotated
 from loadtests.zebra.arms import COUNT, Arm, Setting, arms
 from services.trainer.bins.packing import Bin
@@ -132,7 +130,7 @@ def step(setting: Setting, arm: Arm, learner: ZebraLearner, rank: int) -> dict[s
     }
 
 
-def run(directory: Path, setting: Setting, rounds: int, rank: int) -> None:
+def run(directory: Path, setting: Setting, rounds: int, rank: int) -> dict[str, Any]:
     """All steps of a rank."""
     torch.set_num_threads(1)
     group = join_group(Meeting(1, str(directory / "meeting"), DEADLINE_S), rank, RANKS, "cpu")
@@ -147,41 +145,16 @@ def run(directory: Path, setting: Setting, rounds: int, rank: int) -> None:
     for number in range(rounds):
         for arm in rotated(chosen, number):
             found.append(step(setting, arm, learners[arm.name], rank) | {"round": number})
-    told = {
+    return {
         "steps": found,
         "cores": (time.process_time() - cpu_s) / (time.monotonic() - began_s),
         "paced": sum(pace.paced for pace in paces) - before[0],
         "late": sum(pace.late for pace in paces) - before[1],
     }
-    (directory / f"{rank}.json").write_text(json.dumps(told))
-
-
-def fork(rank: int, directory: Path, setting: Setting, rounds: int) -> int:
-    """The process of a rank."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        run(directory, setting, rounds, rank)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def main(directory: Path, setting: Setting, rounds: int) -> int:
-    """Ends the other ranks when one of them fails; its exit status."""
-    running = {fork(rank, directory, setting, rounds) for rank in range(RANKS)}
-    failed = 0
-    while running:
-        pid, status = os.wait()
-        running.discard(pid)
-        failed = failed or status
-        for other in running if failed else ():
-            os.kill(other, signal.SIGKILL)
-    return int(failed != 0)
 
 
 if __name__ == "__main__":
-    directory, setting, rounds = sys.argv[1:]
-    sys.exit(main(Path(directory), Setting(**json.loads(setting)), int(rounds)))
+    directory, text, rounds = sys.argv[1:]
+    setting = Setting(**json.loads(text))
+    found = forked(RANKS, lambda rank: run(Path(directory), setting, int(rounds), rank))
+    print(json.dumps(found))
