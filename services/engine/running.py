@@ -191,8 +191,8 @@ async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineD
         own.pulls, own.pull_s = versions.pulls, round(versions.pull_s, 3)
         if not limits.kv.peers:
             own.cache_bytes_per_token = 0
-        residents = seat.stats() | turns.stats() | service.tiers.stats()
-        return residents | own.encoded() | versions.bringing.stats()
+        own.weights_way = versions.bringing.last
+        return seat.stats() | turns.stats() | service.tiers.stats() | own.encoded()
 
     driver.start(service)
     await mesh.join(service, stats=stats, bulk_address=bulk.address if bulk is not None else "")

@@ -53,9 +53,10 @@ class Bringing:
         verdict = self.choosing.happened(choice, size, took_s)
         await self._tell(version.job, choice, size, took_s, verdict)
 
-    def stats(self) -> dict[str, Any]:
-        """The last way and why, for published counters; empty before the first."""
-        return {"weights_way": self._last} if self._last else {}
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The last way and why, for published counters; None before the first."""
+        return self._last or None
 
     def _chosen(self, size: int) -> Choice:
         if self._how in self._ways:
