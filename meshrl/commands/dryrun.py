@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from common.job.config import JobConfig
-from meshrl.job.toml_writing import to_toml
+from meshrl.job.toml.writing import to_toml
 from meshrl.launch.services import plan
 from meshrl.view.terminal import Console
 

@@ -18,9 +18,9 @@ from common.base.files.at_url import is_url
 from common.job.config import JobConfig
 from common.job.named_files import with_paths
 from common.job.schema import JOB
-from meshrl.job import toml_file
 from meshrl.job.checks.file import all_checks, judges, sandbox, turns
 from meshrl.job.loaded import JobFile
+from meshrl.job.toml import reading
 
 
 def load(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
@@ -34,7 +34,7 @@ def read(path: Path, overrides: list[str]) -> JobFile:
 
     ConfigError names the line, or the override, that is wrong.
     """
-    document, places = toml_file.read(path, "the job file")
+    document, places = reading.read(path, "the job file")
     for override in overrides:
         key = apply_override(document, override)
         places = {
@@ -58,7 +58,7 @@ def again(document: dict[str, Any], overrides: list[str]) -> tuple[JobFile, dict
     bundle = document["bundle"]
     held = deepcopy({key: value for key, value in document.items() if key != "bundle"})
     places = {apply_override(held, override): f"--set {override}" for override in overrides}
-    fail = partial(toml_file.mistake, Path("the run"), places)
+    fail = partial(reading.mistake, Path("the run"), places)
     config = _absolute(JOB.validated(held, fail), Path.cwd())
     found = JobFile(in_bundle(config, Path(bundle["dir"])), Path(bundle["dir"]) / "modules", fail)
     all_checks.check_changed(found)
@@ -96,7 +96,7 @@ def _checked(
     document: dict[str, Any], base: Path, path: Path, places: Mapping[str, str]
 ) -> JobFile:
     """The checked job of a document, which stands in the file `path` at these places."""
-    fail = partial(toml_file.mistake, path, places)
+    fail = partial(reading.mistake, path, places)
     found = JobFile(JOB.validated(document, fail), base, fail, document)
     config = _absolute(found.config, base)
     config = with_paths(config, lambda file: str((base / Path(file.path).expanduser()).resolve()))

@@ -9,7 +9,7 @@ from common.base.errors import ConfigError
 from common.job.constraints import FileTable
 from common.job.schema import Schema
 from common.state.pool.workers.settings import PoolSettings
-from meshrl.job import toml_file
+from meshrl.job.toml import reading
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ MESH = Schema(MeshFile, "docs/operations.md lists all keys of mesh.toml")
 
 def read(path: Path) -> MeshFile:
     """What a file says; ConfigError names the line that is wrong."""
-    document, places = toml_file.read(path, "the file of the mesh")
+    document, places = reading.read(path, "the file of the mesh")
 
     def fail(key: str, message: str, fix: str) -> ConfigError:
-        return toml_file.mistake(path, places, key, message, fix)
+        return reading.mistake(path, places, key, message, fix)
 
     return MESH.validated(document, fail)

@@ -10,7 +10,7 @@ from typing import Any
 from common.job.config import JobConfig
 from common.job.evaluation_plan import GREEDY, SAMPLED
 from common.state.events import Event
-from meshrl.job.toml_writing import to_toml
+from meshrl.job.toml.writing import to_toml
 from meshrl.view.history import gangs
 from meshrl.view.history.failures import of_share
 from meshrl.view.history.run_snapshot import Evaluation

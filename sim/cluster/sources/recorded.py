@@ -23,7 +23,7 @@ from common.base.errors import NotFound
 from common.base.files import lines
 from common.state.events import Event
 from common.state.pool.workers.rows import Role
-from meshrl.job.toml_writing import to_toml
+from meshrl.job.toml.writing import to_toml
 from meshrl.view.history.gangs import Span, spans
 from meshrl.view.recording.recorded import job_of, read_events
 from meshrl.view.trace.writing import noted

@@ -30,7 +30,7 @@ from common.job.constraints import (
 )
 from common.job.schema import Schema
 from common.state.pool.workers.settings import PoolSettings
-from meshrl.job import toml_file
+from meshrl.job.toml import reading
 
 
 @dataclass(frozen=True)
@@ -205,10 +205,10 @@ def read(path: Path, changes: list[str]) -> dict[str, Arm]:
     """The arms of a file, in order, each with `KEY=VALUE` changes; ConfigError says what is wrong
     where.
     """
-    document, places = toml_file.read(path, "the scenario")
+    document, places = reading.read(path, "the scenario")
 
     def fail(key: str, message: str, fix: str) -> ConfigError:
-        return toml_file.mistake(path, places, key, message, fix)
+        return reading.mistake(path, places, key, message, fix)
 
     for change in changes:
         apply(document, change)

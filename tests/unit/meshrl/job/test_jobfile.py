@@ -17,8 +17,8 @@ from common.job.schema import JOB
 from common.state.pool.demand.asking import need_of
 from meshrl.job.jobfile import apply_override, load
 from meshrl.job.loaded import at
-from meshrl.job.toml_lines import key_lines, line_of
-from meshrl.job.toml_writing import to_toml
+from meshrl.job.toml.lines import key_lines, line_of
+from meshrl.job.toml.writing import to_toml
 from tests.load import scaled
 from tests.unit.meshrl.job.conftest import Given
 

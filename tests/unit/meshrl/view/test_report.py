@@ -11,7 +11,7 @@ import pytest
 from common.job.config import BudgetConfig, JobConfig
 from common.state.events import Event
 from common.state.jobs import Phase
-from meshrl.job.toml_writing import to_toml
+from meshrl.job.toml.writing import to_toml
 from meshrl.view.history.decided import decisions
 from meshrl.view.history.gangs import Span, TimelineMark, moves, spans
 from meshrl.view.history.gangs import rows as rows_of

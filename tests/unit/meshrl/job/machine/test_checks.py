@@ -12,7 +12,7 @@ from common.base.errors import ConfigError
 from meshrl.cli import app
 from meshrl.job import jobfile
 from meshrl.job.checks.machine import all_checks as checks
-from meshrl.job.toml_writing import to_toml
+from meshrl.job.toml.writing import to_toml
 from meshrl.launch.checks import mesh_checks
 from tests.unit.meshrl.job.machine.conftest import read
 

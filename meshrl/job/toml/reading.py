@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
-from meshrl.job.toml_lines import key_lines, line_of
+from meshrl.job.toml.lines import key_lines, line_of
 
 _ONCE = "A key or table of that name stands above: keep one of them"
 _SYNTAX_FIXES = {  # by how tomllib's message begins
