@@ -18,8 +18,8 @@ from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.claims import claimed, writing
 from meshrl.directory.places import MeshPlace
 from meshrl.job.bundle import pack_run
-from meshrl.job.checks.file.models import size
 from meshrl.job.loaded import JobFile
+from meshrl.job.model_files import size
 
 
 def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None) -> SubmittedJob:

@@ -1,1 +1,1 @@
-"""Job files: read, checked and packed. Open `jobfile.py` first."""
+"""Job files: read, checked and packed. Open `jobfile.py` first, then `checks`."""

@@ -31,7 +31,7 @@ from common.job.named_files import TOKENIZER, named_files, put
 from common.model.tokens.tokenizer import companions
 from meshrl.directory.places import write_json
 from meshrl.job import edited, references, rows, tasksets
-from meshrl.job.checks.file.models import shape
+from meshrl.job.model_files import shape
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 

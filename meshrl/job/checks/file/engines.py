@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshrl.job.checks.file.models import shape
 from meshrl.job.loaded import JobFile
+from meshrl.job.model_files import shape
 
 KEY = "rollout.tensor_parallel"
 OF_SGLANG = ("--tp", "--tp-size", "--tensor-parallel-size")  # its flags that say the same

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.job.pace import declared_pace
 from common.model.architecture.config import ModelConfig
-from meshrl.job.checks.file.models import shape
 from meshrl.job.loaded import JobFile
+from meshrl.job.model_files import shape
 
 SPLIT, ZEBRA, PACE = "training.expert_parallel", "training.zebra", "training.pace"
 

@@ -10,8 +10,8 @@ from common.base.host.ports import ports
 from common.base.host.settings import OFF
 from common.job.config import JobConfig
 from common.model.architecture.projections import check_adapters
-from meshrl.job.checks.file.models import shape
 from meshrl.job.loaded import JobFile
+from meshrl.job.model_files import shape
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 

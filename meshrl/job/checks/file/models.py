@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from common.base.errors import ConfigError
-from common.job.config import INITIAL, JobConfig
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.files.checkpoint_files import refuse_pointer
-from common.model.tokens.tokenizer import Tokenizer
+from common.job.config import INITIAL
 from meshrl.job.loaded import PLACED, JobFile
+from meshrl.job.model_files import loaded, shape_at
 
 
 def declared(job: JobFile) -> None:
@@ -63,49 +58,9 @@ def _directory(job: JobFile, role: str, place: Path) -> None:
             raise job.fail(key, f"{place} has another tokenizer than the model")
 
 
-def loaded(job: JobFile, place: Path, key: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json or its directory, which `key` names."""
-    with job.naming(key, PLACED):
-        if (file := place / "tokenizer.json" if place.is_dir() else place).is_file():
-            refuse_pointer(file)
-        return Tokenizer.load(place)
-
-
 def shapes(job: JobFile) -> None:
     """Check that every model is described as one that the decoder implements."""
     described = {} if job.config.model.path else {"model.config": ""}
     for key, path in (described | {file.key: file.path for file in job.models}).items():
         with job.naming(key, PLACED):
             shape_at(path, job.config.model.config)
-
-
-def shape(config: JobConfig) -> ModelConfig:
-    """The shape of the model that a job trains; ConfigError as of `shape_at`."""
-    return shape_at(config.model.path, config.model.config)
-
-
-def shape_at(path: str, described: dict[str, Any]) -> ModelConfig:
-    """What the files of a directory say, or `described` without one; ConfigError when that is no
-    decoder of ours.
-    """
-    try:
-        if path:
-            return load_config(path)
-    except OSError as error:
-        raise ConfigError(
-            f"the model cannot be read: {error.strerror}",
-            where=str(error.filename),
-            fix="see that it is a file that you may read",
-        ) from error
-    try:
-        return ModelConfig.from_hf(described)
-    except (OSError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"the model's description cannot be read: {type(error).__name__}: {error}",
-            where="model.config",
-        ) from error
-
-
-def size(config: JobConfig) -> int:
-    """How many parameters the job's model has."""
-    return shape(config).parameters

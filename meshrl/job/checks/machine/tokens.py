@@ -10,8 +10,8 @@ from common.job.config import INITIAL, RolloutConfig
 from common.model.architecture.config import ModelConfig
 from common.model.tokens.tokenizer import Tokenizer
 from common.model.tokens.vocabulary import absent_ids
-from meshrl.job.checks.file.models import loaded, shape_at
 from meshrl.job.loaded import JobFile
+from meshrl.job.model_files import loaded, shape_at
 
 MODELS = 8  # of one job, which several checks ask for
 

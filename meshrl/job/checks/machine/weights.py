@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.model.files import checkpoint_files
-from meshrl.job.checks.file.models import size
 from meshrl.job.checks.machine.tokens import model_at
 from meshrl.job.loaded import PLACED, JobFile
+from meshrl.job.model_files import size
 
 GIB = 1 << 30
 READ_BYTES = 1 << 28  # weights up to this size are read; larger ones are looked at when loaded

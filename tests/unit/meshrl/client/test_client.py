@@ -21,7 +21,7 @@ from common.state.redis.keys import MESH
 from common.state.registry import Entry, register
 from meshrl import Client
 from meshrl.job import jobfile
-from meshrl.job.checks.file import models
+from meshrl.job import model_files as models
 from tests.load import scaled
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh
 

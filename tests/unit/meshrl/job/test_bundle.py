@@ -7,8 +7,8 @@ from pathlib import Path
 from common.hardware.shapes import ModelShape
 from common.job.bundle.bundle_files import digest_of, listed
 from meshrl.job.bundle import pack
-from meshrl.job.checks.file.models import size
 from meshrl.job.jobfile import load
+from meshrl.job.model_files import size
 from meshrl.job.references import neighbours
 from tests.unit.meshrl.conftest import NO_TENSORS
 

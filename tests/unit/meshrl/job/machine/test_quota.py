@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshrl.job.checks.file.models import size
 from meshrl.job.checks.machine import weights
+from meshrl.job.model_files import size
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 GIB = 1 << 30
