@@ -25,7 +25,7 @@ from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.optimizers import lr_factor
 from services.trainer.bins.packing import Sequence, make_bins
-from services.trainer.initial.warm_start import pieces
+from services.trainer.initial.warm_start import DemonstrationLimits, pieces
 
 SLOTS = 64  # sequences that decode together: more cost this loop more, since it waits for the last
 NARROWEST = 32  # places of the cache that a step looks at, at least; widths are multiples of it
@@ -249,14 +249,14 @@ def run_plain(job: Job, seed: int, steps: int, state: dict[str, Tensor]) -> dict
 def warmed_up(job: Job, seed: int) -> dict[str, Tensor]:
     """The weights that training starts from."""
     learner, config = job.learner(job.model(seed)), job.config
+    held_out = {row[config.dataset.prompt] for row in job.held_out}
     for _ in pieces(
         learner,
         job.named(config.warm_start.demonstrations),
         job.tokenizer,
         config.warm_start,
+        DemonstrationLimits(held_out, config.rollout.max_tokens),
         seed=seed,
-        held_out={row[config.dataset.prompt] for row in job.held_out},
-        max_tokens=config.rollout.max_tokens,
         bin_tokens=config.training.bin_tokens,
     ):
         pass

@@ -28,8 +28,10 @@ from common.model.network.decoder import Decoder
 from loadtests.measuring.processes import forked
 from loadtests.measuring.rounds import rotated
 from loadtests.zebra.arms import COUNT, Arm, Setting, arms
+from services.trainer.arithmetic.learner import LearnerSettings
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import join_group
+from services.trainer.sharding.learners import GangPlace
 from services.trainer.zebra.learner import ZebraLearner
 from services.trainer.zebra.pace import ZebraPace
 
@@ -96,17 +98,9 @@ def made(setting: Setting, arm: Arm, rank: int, group: Any) -> ZebraLearner:
         model = Decoder(shape)
     profile = arm.profile(setting).slowed(setting.scale)
     pace = ZebraPace(profile, arm.kind(profile, rank), setting.length / setting.tokens)
-    return ZebraLearner(
-        model,
-        OptimizerConfig(),
-        AlgorithmConfig(),
-        mesh=group,
-        beginning=Drawn(shape, 0),
-        division=arm.division,
-        deadline_s=DEADLINE_S,
-        again=True,
-        pace=pace,
-    )
+    settings = LearnerSettings(OptimizerConfig(), AlgorithmConfig())
+    place = GangPlace(group, Drawn(shape, 0), DEADLINE_S)
+    return ZebraLearner(model, settings, place, arm.division, True, pace)
 
 
 def step(setting: Setting, arm: Arm, learner: ZebraLearner, rank: int) -> dict[str, Any]:

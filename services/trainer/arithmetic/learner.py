@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,6 +32,18 @@ from services.trainer.models import critic, lora
 from services.trainer.models.forward import Outputs, forward, fuse
 from services.trainer.models.precision import WorkingCopy
 from services.trainer.rows.saved import MASTER, SavedRows
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How a learner trains; passes compute in `dtype`, and trajectories were sampled at
+    `temperature`.
+    """
+
+    optimizer: OptimizerConfig
+    algorithm: AlgorithmConfig
+    temperature: float = 1.0
+    dtype: torch.dtype = torch.float32
 
 
 class Learner:

@@ -11,11 +11,12 @@ from common.job.bundle.model_shape import model_config
 from common.mesh.runtime.mesh import Mesh
 from common.state.pool.workers.rows import Apart
 from common.state.pool.workers.seat import Seat
+from services.trainer.arithmetic.learner import LearnerSettings
 from services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
 from services.trainer.initial.beginning import DTYPES, outlined
 from services.trainer.ranks.actor import RankActor
 from services.trainer.ranks.rank import Rank
-from services.trainer.sharding.learners import RowsLearner, ShardedLearner
+from services.trainer.sharding.learners import GangPlace, RowsLearner, ShardedLearner
 from services.trainer.zebra.learner import ZebraLearner
 from services.trainer.zebra.pace import pace_of
 
@@ -30,32 +31,14 @@ def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:
     def make(group: DeviceMesh) -> RowsLearner:
         config = data.config
         model, beginning = outlined(data)
-        about = (
-            model,
-            config.optimizer,
-            config.algorithm,
-            config.rollout.temperature,
-            DTYPES[config.training.dtype],
-        )
+        temperature, dtype = config.rollout.temperature, DTYPES[config.training.dtype]
+        settings = LearnerSettings(config.optimizer, config.algorithm, temperature, dtype)
+        place = GangPlace(group, beginning, config.training.rank_deadline_s)
         if isinstance(division, ZebraDivision):
-            return ZebraLearner(
-                *about,
-                mesh=group,
-                beginning=beginning,
-                division=division,
-                deadline_s=config.training.rank_deadline_s,
-                again=config.training.activation_checkpointing,
-                pace=pace,
-            )
-        return ShardedLearner(
-            *about,
-            mesh=group,
-            beginning=beginning,
-            adapters=config.lora,
-            seed=config.seed,
-            expert_parallel=config.training.expert_parallel,
-            deadline_s=config.training.rank_deadline_s,
-        )
+            again = config.training.activation_checkpointing
+            return ZebraLearner(model, settings, place, division, again, pace)
+        parallel = config.training.expert_parallel
+        return ShardedLearner(model, settings, place, config.lora, config.seed, parallel)
 
     return Rank(make, seat.rank, seat.ranks, data.config.mesh.device, division, pace)
 

@@ -134,20 +134,17 @@ def warm(
         if weights is not None:
             learner.load_weights(weights)
             return True
+    prompts = (row.get(config.dataset.prompt) for row in data.rows("held_out"))
+    held_out = {prompt for prompt in prompts if isinstance(prompt, str)}
+    chat = bool(config.environment.chat)
     yield from warm_start.pieces(
         learner,
         demonstrations(data),
         Tokenizer.load(str(data.tokenizer)),
         config.warm_start,
+        warm_start.DemonstrationLimits(held_out, config.rollout.max_tokens, chat),
         seed=config.seed,
-        held_out={
-            prompt
-            for row in data.rows("held_out")
-            if isinstance(prompt := row.get(config.dataset.prompt), str)
-        },
-        max_tokens=config.rollout.max_tokens,
         bin_tokens=config.training.bin_tokens,
-        chat=bool(config.environment.chat),
         progress=progress,
     )
     if path is not None:

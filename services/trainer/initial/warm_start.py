@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +32,33 @@ DIGEST = "blake3"  # of the tensors, among the metadata of the cache's file
 MAX_REFUSED = 10_000  # demonstrations in a row that cannot be used, before giving up
 
 
+@dataclass(frozen=True)
+class DemonstrationLimits:
+    """The demonstrations that may be learned from: of no prompt in `held_out`, and of at most
+    `max_tokens`. Those of a `chat` hold all that its format writes.
+    """
+
+    held_out: Collection[str]
+    max_tokens: int
+    chat: bool = False
+
+
 def pieces(
     learner: Learner,
     demonstrate: Demonstrate,
     tokenizer: Tokenizer,
     config: WarmStartConfig,
+    limits: DemonstrationLimits,
     *,
     seed: int,
-    held_out: Collection[str],
-    max_tokens: int,
     bin_tokens: int,
-    chat: bool = False,
     progress: Progress = lambda steps, loss: None,
 ) -> Iterator[None]:
     """A warm start, step by step: nothing is computed between two of them. It trains the learner's
     model in place; its own optimizer is left as it was.
 
-    The outcome depends on the arguments alone. Demonstrations of a prompt in `held_out`, or longer
-    than `max_tokens`, are left out and others drawn. Those of a `chat` hold all that its format
-    writes; others begin as the prompts of rollouts do.
+    The outcome depends on the arguments alone. Demonstrations beyond the limits are left out and
+    others drawn. Those of no chat begin as the prompts of rollouts do.
     """
     random = Random(seed).child("warm start")
     rates = OptimizerConfig(muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
@@ -57,8 +66,7 @@ def pieces(
     for step in range(config.steps):
         done = step / config.steps
         batch = [
-            demonstration(demonstrate, tokenizer, random, done, held_out, max_tokens, chat)
-            for _ in range(config.batch)
+            demonstration(demonstrate, tokenizer, random, done, limits) for _ in range(config.batch)
         ]
         bins = make_bins(batch, bin_tokens)
         gradient, stats = add(teacher.supervised_gradient(bin) for bin in bins)
@@ -79,22 +87,20 @@ def demonstration(
     tokenizer: Tokenizer,
     random: Random,
     done: float,
-    held_out: Collection[str],
-    max_tokens: int,
-    chat: bool = False,
+    limits: DemonstrationLimits,
 ) -> Sequence:
     """The next one that may be learned from; ConfigError if none comes."""
     for _ in range(MAX_REFUSED):
         segments = demonstrate(random, done)
-        if segments[0][0] in held_out:
+        if segments[0][0] in limits.held_out:
             continue
-        sequence = encode(segments, tokenizer, chat)
-        if 2 <= len(sequence.tokens) <= max_tokens and sequence.mask[1:].any():
+        sequence = encode(segments, tokenizer, limits.chat)
+        if 2 <= len(sequence.tokens) <= limits.max_tokens and sequence.mask[1:].any():
             return sequence
     raise ConfigError(
         f"{MAX_REFUSED} demonstrations in a row are held out, too long or without model text",
         where="warm_start.demonstrations",
-        fix=f"make it return other prompts, of at most {max_tokens} tokens",
+        fix=f"make it return other prompts, of at most {limits.max_tokens} tokens",
     )
 
 

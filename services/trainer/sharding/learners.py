@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -13,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from common.job.config import LoraConfig
 from common.model.files.rows import Beginning
 from common.model.network.decoder import Decoder
 from common.weights.layout.laying import Part
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.cut_rows import is_cut, local
-from services.trainer.arithmetic.learner import Learner
+from services.trainer.arithmetic.learner import Learner, LearnerSettings
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin
 from services.trainer.models import critic, lora
@@ -31,21 +32,30 @@ from services.trainer.sharding.rows import begin, cut, scatter
 NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
 
 
+@dataclass(frozen=True)
+class GangPlace:
+    """A rank's place in its gang: the mesh of all ranks, what its rows begin with, and the deadline
+    of exchanges beside FSDP's, seconds.
+    """
+
+    mesh: DeviceMesh
+    beginning: Beginning
+    deadline_s: float = 120.0
+
+
 class RowsLearner(Learner, ABC):
     """A learner whose parameters are a rank's rows, when `_as_rows` has been called."""
 
     def __init__(
         self,
         model: Decoder,
-        optimizer: OptimizerConfig,
-        algorithm_config: AlgorithmConfig,
-        temperature: float,
+        settings: LearnerSettings,
         group: dist.ProcessGroup,
         owners: Owners,
         shapes: Mapping[str, torch.Size],
     ) -> None:
         """`shapes`: of the parameters of `model` when they are whole."""
-        super().__init__(model, optimizer, algorithm_config, temperature)
+        super().__init__(model, settings.optimizer, settings.algorithm, settings.temperature)
         self._group, self._owners, self._shapes = group, owners, shapes
         self._trained = {name: shapes[name] for name in lora.trained(model)}
         self.size = sum(shape.numel() for shape in self._trained.values())
@@ -131,37 +141,30 @@ class ShardedLearner(RowsLearner):
     def __init__(
         self,
         model: Decoder,
-        optimizer: OptimizerConfig,
-        algorithm_config: AlgorithmConfig,
-        temperature: float = 1.0,
-        dtype: torch.dtype = torch.float32,
-        *,
-        mesh: DeviceMesh,
-        beginning: Beginning,
+        settings: LearnerSettings,
+        place: GangPlace,
         adapters: LoraConfig | None = None,
         seed: int = 0,
         expert_parallel: int = 1,
-        deadline_s: float = 120.0,
     ) -> None:
-        """`model` lies on the `meta` device: it takes its rows, and no others, from `beginning`.
-        The experts of a layer are split over `expert_parallel` ranks, whose exchanges have a
-        deadline.
+        """`model` lies on the `meta` device: it takes its rows, and no others, from the beginning.
+        The experts of a layer are split over `expert_parallel` ranks.
         """
+        mesh = place.mesh
         with torch.device("meta"):
             if adapters is not None and adapters.rank:
                 lora.attach(model, adapters)
-            if algorithm(algorithm_config.name).critic:
+            if algorithm(settings.algorithm.name).critic:
                 critic.attach(model)
         owners = owners_of(mesh.size(), expert_parallel)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         apart: Set[nn.Parameter] = frozenset()
         if expert_parallel > 1:
-            apart = split_experts(model, mesh, expert_parallel, owners, deadline_s)
-        first = partial(begin, model, mesh.get_local_rank(), owners, shapes, beginning, seed)
-        shard(model, mesh, dtype, first, apart)
-        super().__init__(
-            model, optimizer, algorithm_config, temperature, mesh.get_group(), owners, shapes
-        )
+            apart = split_experts(model, mesh, expert_parallel, owners, place.deadline_s)
+        rank, beginning = mesh.get_local_rank(), place.beginning
+        first = partial(begin, model, rank, owners, shapes, beginning, seed)
+        shard(model, mesh, settings.dtype, first, apart)
+        super().__init__(model, settings, mesh.get_group(), owners, shapes)
 
     def _as_rows(self) -> None:
         reshard(self.model)

@@ -16,18 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from common.base.errors import ConfigError, RankLost
-from common.job.config import AlgorithmConfig, OptimizerConfig
+from common.job.config import AlgorithmConfig
 from common.model.architecture.config import ModelConfig
-from common.model.files.rows import Beginning
 from common.model.network.decoder import Decoder
 from common.model.network.moe import is_expert
 from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic.learner import balance_share
+from services.trainer.arithmetic.learner import LearnerSettings, balance_share
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.division import ZebraDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.models.forward import Outputs, Placed, fuse, outputs, placed
-from services.trainer.sharding.learners import RowsLearner
+from services.trainer.sharding.learners import GangPlace, RowsLearner
 from services.trainer.sharding.rows import begin
 from services.trainer.zebra.lanes import Lane
 from services.trainer.zebra.owners import ZebraOwners
@@ -43,24 +42,19 @@ class ZebraLearner(RowsLearner):
     def __init__(
         self,
         model: Decoder,
-        optimizer: OptimizerConfig,
-        algorithm_config: AlgorithmConfig,
-        temperature: float = 1.0,
-        dtype: torch.dtype = torch.float32,
-        *,
-        mesh: DeviceMesh,
-        beginning: Beginning,
+        settings: LearnerSettings,
+        place: GangPlace,
         division: ZebraDivision,
-        deadline_s: float,
         again: bool = False,
         pace: ZebraPace | None = None,
     ) -> None:
-        """`model` lies on the `meta` device: it takes its rows, and no others, from `beginning`.
-        `deadline_s`: for what another rank has to send. `again`: what a task computes is computed
-        again on the way back, so that less is kept. `pace`: what it is slowed down to.
+        """`model` lies on the `meta` device: it takes its rows, and no others, from the beginning.
+        `again`: what a task computes is computed again on the way back, so that less is kept.
+        `pace`: what it is slowed down to.
         """
+        mesh, dtype, deadline_s = place.mesh, settings.dtype, place.deadline_s
         config, rank = model.config, mesh.get_local_rank()
-        check(config, algorithm_config, division)
+        check(config, settings.algorithm, division)
         self._division, self.pace = division, pace
         owners = ZebraOwners(
             division.attention,
@@ -78,10 +72,8 @@ class ZebraLearner(RowsLearner):
         cut(model, rank, owners, among)
         device = torch.device(mesh.device_type)
         model.to_empty(device=device)
-        begin(model, rank, owners, shapes, beginning, 0)
-        super().__init__(
-            model, optimizer, algorithm_config, temperature, mesh.get_group(), owners, shapes
-        )
+        begin(model, rank, owners, shapes, place.beginning, 0)
+        super().__init__(model, settings, mesh.get_group(), owners, shapes)
         self._passes = Passing(model, shapes, dtype, device, attention if attends else None)
         fuse(self._passes.model)
         dispatch, combine = (
@@ -89,17 +81,8 @@ class ZebraLearner(RowsLearner):
             for name, group in zip(("dispatch", "combine"), lanes, strict=True)
         )
         self._pieces = Pieces(self._passes.model)
-        self.round = Round(
-            owners,
-            rank,
-            self._pieces,
-            (dispatch, combine),
-            deadline_s,
-            config.hidden_size,
-            dtype,
-            again,
-            pace,
-        )
+        lanes_of = dispatch, combine
+        self.round = Round(owners, rank, self._pieces, lanes_of, deadline_s, again, pace)
 
     @property
     def attends(self) -> bool:

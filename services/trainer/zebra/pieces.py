@@ -44,6 +44,8 @@ class Pieces:
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self.mixture = list(model.config.sparse_layers)
+        self.width = model.config.hidden_size  # of a row
+        self.dtype = model.final_norm.dtype  # of passes
 
     def first(self, given: Placed) -> tuple[PieceOutputs, Tensor]:
         """Piece 0 of a bin, and the experts [n, k] that its tokens are sent to."""

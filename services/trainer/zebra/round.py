@@ -70,20 +70,18 @@ class Round:
         pieces: Pieces,
         lanes: tuple[Lane, Lane],
         deadline_s: float,
-        width: int,
-        dtype: torch.dtype,
         again: bool,
         pace: ZebraPace | None = None,
     ) -> None:
-        """`lanes`: dispatch and combine. `deadline_s`: for what another rank has to give. `width`:
-        of a row. `again`: what a task computed is computed again on the way back.
+        """`lanes`: dispatch and combine. `deadline_s`: for what another rank has to give. `again`:
+        what a task computed is computed again on the way back.
         """
         self._owners, self._rank, self._pieces = owners, rank, pieces
         self._dispatch, self._combine = lanes
         self._clock, self._deadline_s = SystemClock(), deadline_s
         self._shared = Shared(self._clock, deadline_s)
         self._again, self._pace = again, pace
-        self._width, self._dtype = width, dtype
+        self._width, self._dtype = pieces.width, pieces.dtype
         self._attends = rank < owners.attention
         self._layers = len(owners.mixture_layers)
         self._micros: list[Passed] = []

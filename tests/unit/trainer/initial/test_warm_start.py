@@ -63,15 +63,16 @@ def run(
 ) -> tuple[Learner, list[tuple[int, float]]]:
     learner = learner or fresh()
     losses: list[tuple[int, float]] = []
-    limits: dict[str, Any] = {"held_out": set(), "max_tokens": 32, "bin_tokens": 256} | changes
+    limits: dict[str, Any] = {"held_out": set(), "max_tokens": 32} | changes
     steps = warm.pieces(
         learner,
         demonstrate,
         tokenizer,
         CONFIG,
+        warm.DemonstrationLimits(**limits),
         seed=seed,
+        bin_tokens=256,
         progress=lambda step, loss: losses.append((step, loss)),
-        **limits,
     )
     deque(steps, maxlen=0)
     return learner, losses

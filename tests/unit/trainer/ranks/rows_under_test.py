@@ -8,9 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.model.architecture.config import ModelConfig
 from common.model.files.rows import Drawn
 from common.model.network.decoder import Decoder
+from services.trainer.arithmetic.learner import LearnerSettings
 from services.trainer.sharding import expert_parallel, fsdp
 from services.trainer.sharding.fsdp import KEEP_BYTES
-from services.trainer.sharding.learners import ShardedLearner
+from services.trainer.sharding.learners import GangPlace, ShardedLearner
 from tests.unit.trainer.ranks.batches_under_test import MODEL_SEED, OPTIMIZER, variant_of
 
 
@@ -22,14 +23,6 @@ def sharded_learner(variant: str, mesh: DeviceMesh) -> ShardedLearner:
         model = Decoder(shape)
     for module in (fsdp, expert_parallel):
         vars(module)["KEEP_BYTES"] = 0 if chosen.large else KEEP_BYTES
-    return ShardedLearner(
-        model,
-        OPTIMIZER,
-        chosen.algorithm,
-        dtype=chosen.dtype,
-        mesh=mesh,
-        beginning=Drawn(shape, MODEL_SEED),
-        adapters=chosen.adapters,
-        seed=3,
-        expert_parallel=chosen.expert_parallel,
-    )
+    settings = LearnerSettings(OPTIMIZER, chosen.algorithm, dtype=chosen.dtype)
+    place = GangPlace(mesh, Drawn(shape, MODEL_SEED))
+    return ShardedLearner(model, settings, place, chosen.adapters, 3, chosen.expert_parallel)

@@ -20,8 +20,10 @@ from safetensors.torch import save_file
 from common.api.ranks import Meeting
 from common.model.files.rows import Drawn
 from common.model.network.decoder import Decoder
+from services.trainer.arithmetic.learner import LearnerSettings
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import join_group, leave_group
+from services.trainer.sharding.learners import GangPlace
 from services.trainer.zebra.learner import ZebraLearner
 from tests.load import scaled
 from tests.unit.trainer.zebra.cases import ALGORITHM, CASES, OPTIMIZER, SEED, Case, bins
@@ -38,17 +40,9 @@ def run_case(rank: int, directory: Path, name: str) -> None:
     mesh = join_group(Meeting(1, place, scaled(DEADLINE_S)), rank, RANKS, "cpu")
     with torch.device("meta"):
         model = Decoder(case.config)
-    learner = ZebraLearner(
-        model,
-        OPTIMIZER,
-        ALGORITHM,
-        dtype=case.dtype,
-        mesh=mesh,
-        beginning=Drawn(case.config, SEED),
-        division=case.shape,
-        deadline_s=scaled(DEADLINE_S),
-        again=case.again,
-    )
+    settings = LearnerSettings(OPTIMIZER, ALGORITHM, dtype=case.dtype)
+    gang = GangPlace(mesh, Drawn(case.config, SEED), scaled(DEADLINE_S))
+    learner = ZebraLearner(model, settings, gang, case.shape, case.again)
     save_file(found(learner, case, rank), directory / f"{name}-{rank}.safetensors")
     leave_group()
 
