@@ -83,7 +83,7 @@ async def submit(
     state: State, job: str, document: dict[str, Any], run_dir: str, op_id: str
 ) -> None:
     """Puts a job on record, queued. Refused when the mesh has one of this name."""
-    await create(state, job, document, run_dir, op_id, Phase.QUEUED, beginning(), "submitted", {})
+    await create(state, job, document, run_dir, op_id, Phase.QUEUED, beginning())
 
 
 def beginning() -> dict[str, Any]:
@@ -111,11 +111,10 @@ async def create(
     op_id: str,
     phase: Phase,
     counters: dict[str, Any],
-    why: str,
-    details: dict[str, Any],
+    restored: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a job's row with the counters it begins with, and the event `why` that says how it
-    came to be.
+    """Writes a job's row with the counters it begins with, and the event `submitted`, or `restored`
+    with what is told of that.
     """
     algorithm = document["algorithm"]
     args = counters | {
@@ -128,8 +127,8 @@ async def create(
         "group_size": algorithm["group_size"],
         "max_staleness": algorithm["max_staleness"],
         "budget_steps": document["budget"]["steps"],
-        "why": why,
-        "extra": json.dumps(details),
+        "why": "submitted" if restored is None else "restored",
+        "extra": json.dumps(restored or {}),
     }
     await state.run("submit", [job_prefix(job)], args)
 

@@ -246,7 +246,7 @@ async def restore_job(
     phase = Phase.TRAINING if version < document["budget"]["steps"] else Phase.EVALUATION
     op_id = f"restore-{lineage}-{version}"
     details = {"counts": counts}
-    await create(state, job, document, run_dir, op_id, phase, counters, "restored", details)
+    await create(state, job, document, run_dir, op_id, phase, counters, details)
 
 
 async def restart_job(
@@ -258,7 +258,7 @@ async def restart_job(
     lineage = last_lineage + 1
     counters = beginning() | {"lineage": lineage, "next_group": lineage * IDS_APART}
     op_id, details = f"restart-{lineage}", {"counts": counters["counts"]}
-    await create(state, job, document, run_dir, op_id, Phase.QUEUED, counters, "restored", details)
+    await create(state, job, document, run_dir, op_id, Phase.QUEUED, counters, details)
 
 
 def _record(row: dict[str, str]) -> StepRecord:

@@ -122,7 +122,7 @@ class Receiver:
         for digest in lacking:
             try:
                 about, job = (self._mesh, self._bulk, digest, "weights"), image.manifest.job
-                content = await get(*about, job=job, shared=True, needed=image.chunks.keys())
+                content = await get(*about, job=job, needed=image.chunks.keys())
             except (NotFound, Damaged) as error:
                 failed[digest] = error
                 continue

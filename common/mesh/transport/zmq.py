@@ -31,6 +31,7 @@ LINGER_MS = 300  # last replies on the way out
 MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023
 _TOLD = zmq.EVENT_HANDSHAKE_FAILED_AUTH  # the other end has said so
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | _TOLD
+PARKED = 10_000  # messages to one peer that wait beside its full queue
 _HANDSHAKE_S = 30.0  # that a peer may take to answer once it is connected, as libzmq has it
 _SILENT_SHARE = 0.9  # of it, without a word: nobody has refused anything
 _ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _REFUSED
@@ -101,7 +102,6 @@ class ZmqTransport:
         *,
         keys: Keys | None = None,
         hwm: int = 1000,
-        park_messages: int = 10_000,
         limits: MessageLimits = DEFAULT_LIMITS,
         connections: Limits | None = None,
         silence_refuses: bool = True,
@@ -114,7 +114,7 @@ class ZmqTransport:
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._hwm, self._park_messages, self._limits = hwm, park_messages, limits
+        self._hwm, self._limits = hwm, limits
         self._keys = keys
         self._refusals = _REFUSED if silence_refuses else _TOLD
         self._handshake_s = handshake_s
@@ -123,7 +123,7 @@ class ZmqTransport:
         self._door = (
             Doorkeeper(self._context, router, keys, connections) if keys is not None else None
         )
-        self._router = Pump(router, True, park_messages, self._door)
+        self._router = Pump(router, True, PARKED, self._door)
         try:
             bound = _bound(router, bind)
         except ConfigError:
@@ -180,7 +180,7 @@ class ZmqTransport:
             socket.set(zmq.CURVE_SERVERKEY, server_key)
             socket.set(zmq.CURVE_PUBLICKEY, self._keys.own.public)
             socket.set(zmq.CURVE_SECRETKEY, self._keys.own.secret)
-        pump = Pump(socket, False, self._park_messages)
+        pump = Pump(socket, False, PARKED)
 
         def ended(reached: bool, refused: bool) -> None:
             if self._links.get(address) is link:

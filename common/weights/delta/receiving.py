@@ -153,7 +153,7 @@ class _Making:
             async with self._fetching:
                 if self._stalls:
                     return
-                blob = await get(*about, job=job, shared=True, needed=needed, within_s=within_s)
+                blob = await get(*about, job=job, needed=needed, within_s=within_s)
             await host_chunks.make_room(mesh, self._into, room, needed)
         except MeshError as error:
             self._stalls = self._stalls or isinstance(error, DeadlineExceeded)

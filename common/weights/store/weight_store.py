@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.api.transfer.bulk import PUBLISHED, WEIGHTS
+from common.api.transfer.bulk import GROUPS, PUBLISHED, WEIGHTS
 from common.api.weights import STORE, Examine, LayOut, Publish, Weights
 from common.base.errors import Damaged, PeerLost
 from common.base.files import damage
@@ -62,17 +62,14 @@ async def get(
     what: str,
     *,
     job: str = "",
-    kind: str = "weights",
     space: str = WEIGHTS,
-    shared: bool = False,
-    needed: Collection[str] = (),
+    needed: Collection[str] | None = None,
     within_s: float | None = None,
 ) -> bytes:
     """The bytes of a digest, once the store is there; NotFound when it does not hold them, Damaged
     when they are not what was written. The store has set them aside then, and told of it as of a
-    file of the job and of a `kind` of `common.base.files.damage`. `shared`: other processes of this
-    host need them, too, and may have fetched them; the store is not asked then, and what is
-    `needed` with them does not go to make room for them.
+    file of the job. `needed`: other processes of this host need them, too, and may have fetched
+    them; the store is not asked then, and these chunks do not go to make room for them.
     `within_s`: of something that is done without as well, which is tried once, for so long;
     DeadlineExceeded, also when nothing moves for `STALL_S`.
     """
@@ -85,11 +82,11 @@ async def get(
             return bulk.get(entry, digest, space=space, **bounds)
 
         try:
-            if shared and entry.host != mesh.settings.host:
+            if needed is not None and entry.host != mesh.settings.host:
                 return await host_chunks.through(mesh, digest, fetch, needed)
             return await fetch()
         except Damaged:
-            await _blame(mesh, digest, kind, job, space)
+            await _blame(mesh, digest, job, space)
             raise
 
     with mesh.wait(what, on=STORE):
@@ -136,7 +133,7 @@ async def fetch_file(
         try:
             await bulk.receive(await store_entry(mesh), arriving, space=space)
         except Damaged:
-            await _blame(mesh, digest, kind, job, space)
+            await _blame(mesh, digest, job, space)
             raise
 
     with mesh.wait(what, on=STORE), Partial.of_file(path, digest) as arriving:
@@ -163,8 +160,9 @@ async def lay_out(mesh: Mesh, asked: LayOut) -> None:
             pass
 
 
-async def _blame(mesh: Mesh, digest: str, kind: str, job: str, space: str) -> None:
+async def _blame(mesh: Mesh, digest: str, job: str, space: str) -> None:
     """PeerLost when it was not the store that changed the bytes, but the way."""
+    kind = "group" if space == GROUPS else "weights"  # of `common.base.files.damage`
     examined = await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job, space))
     if examined.whole:
         raise PeerLost(f"chunk {digest} arrived changed", where=STORE) from None

@@ -137,7 +137,7 @@ class Intake:
         try:
             what = f"group {row.group}"
             about = self._mesh, self._bulk, row.digest, what
-            content = await get(*about, job=self._job, kind="group", space=GROUPS)
+            content = await get(*about, job=self._job, space=GROUPS)
             return replace(whole(unpack(Group, content)), foreign_above=row.foreign_above)
         except (NotFound, Damaged, BadMessage) as error:
             self._mesh.telemetry.log.error("group", group=row.group, error=str(error))
