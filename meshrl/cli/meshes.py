@@ -106,7 +106,7 @@ def up(
     """
     from meshrl.launch import roles, up_down
     from meshrl.launch.foreground import ended
-    from meshrl.launch.head.launcher import MeshShape
+    from meshrl.launch.head.shape import MeshShape
     from meshrl.launch.hosts.returning import MB
 
     def starting() -> int:

@@ -23,7 +23,8 @@ from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
 from meshrl.launch.head import from_copy, handed_out, invitations
-from meshrl.launch.head.launcher import MeshShape, serve
+from meshrl.launch.head.launcher import serve
+from meshrl.launch.head.shape import MeshShape
 from meshrl.launch.holding import DirectoryHeld
 from meshrl.launch.services import plan
 

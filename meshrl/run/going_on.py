@@ -18,8 +18,9 @@ from meshrl.directory.places import write_json
 from meshrl.directory.target import Run
 from meshrl.job.loaded import JobFile
 from meshrl.launch.checks import mesh_checks
-from meshrl.launch.head.launcher import Launcher, MeshShape, shape_of
+from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.restoring import put_back
+from meshrl.launch.head.shape import MeshShape, shape_of
 from meshrl.run.refusals import finished, too_few
 from meshrl.run.session import session, shape_for
 

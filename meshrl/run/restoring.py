@@ -43,7 +43,8 @@ def record_of(directory: Path) -> dict[str, Any]:
         if runs(place):
             known = ask(place, put_back, ANSWER_S)
         else:
-            from meshrl.launch.head.launcher import Launcher, MeshShape  # only now is it needed
+            from meshrl.launch.head.launcher import Launcher  # only now is it needed
+            from meshrl.launch.head.shape import MeshShape
 
             known = asyncio.run(Launcher(place, MeshShape()).ask_redis(put_back))
         if known:

@@ -24,7 +24,8 @@ from meshrl.directory.claims import claimed, writing
 from meshrl.directory.target import run_in
 from meshrl.directory.versions import copied
 from meshrl.job.bundle import pack_run
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.launch.holding import interruptible
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
 from meshrl.view.guard import WarningGuard

@@ -11,14 +11,14 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.base.clock import SystemClock
-from common.base.errors import ConfigError, Damaged, MeshError, Refused
+from common.base.errors import MeshError, Refused
 from common.base.files import damage
 from common.base.files.home import BYTES as PROBE_BYTES
 from common.base.files.home import make as make_home
@@ -31,7 +31,6 @@ from common.mesh.process.output.streams import outlive_a_full_disk
 from common.mesh.process.supervision.ended import forget_all
 from common.state import events, registry
 from common.state.hosts import doors
-from common.state.pool.placing import taking
 from common.state.pool.store.store import write_settings
 from common.state.pool.workers.settings import PoolSettings
 from common.state.redis import embedded
@@ -40,12 +39,13 @@ from common.state.server import home
 from common.state.server.rollback import JobMark
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.kept import KeptDocument, keep
-from meshrl.directory.places import MeshPlace, read_json, write_json
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.foreground import AGAIN, ENDED, begun
 from meshrl.launch.head import from_copy, trimming
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.head.head import HeadNetwork, told_to_hosts
 from meshrl.launch.head.restoring import put_all_back
+from meshrl.launch.head.shape import POOL, MeshShape, pool_of
 from meshrl.launch.holding import Hold, interruptible
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.redis.server import MeshRedis
@@ -56,25 +56,7 @@ from meshrl.launch.services.services import BUDGET, GRACE_S, Services
 
 T = TypeVar("T")
 
-POOL = "pool.json"  # the settings of the pool, as `mesh.toml` has them
 BACK_TRIES = 3  # times that Redis may go back again before the mesh has
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """What a mesh is made of, when nothing has started yet."""
-
-    workers: int = 3
-    device: str = "cpu"
-    bind: str = "tcp://127.0.0.1:*"
-    advertise: str = ""
-    metrics: str = "127.0.0.1:*"
-    gateway: str = OFF  # where the gateway listens; off: there is none
-    listen: str = ""  # where processes are reached by those of other hosts; empty: there are none
-    encrypt: bool | None = None  # see MeshSettings
-    takes: Sequence[str] = taking.ALL  # the services that may be placed on its host
-    rate_up: int = 0  # see MeshSettings
-    rate_down: int = 0
 
 
 class Launcher(RootProcess):
@@ -331,32 +313,6 @@ class Launcher(RootProcess):
         if shape.gateway != OFF:
             found.append(plan.gateway(shape.gateway, shape.advertise))
         return found
-
-
-def shape_of(place: MeshPlace) -> MeshShape:
-    """The shape of a mesh that was started before."""
-    path = place.shape
-    try:
-        return MeshShape(**read_json(path))
-    except (Damaged, FileNotFoundError, TypeError) as error:
-        raise ConfigError(
-            f"{path}, which says what the mesh is made of, is gone or damaged: {error}",
-            fix=f"meshrl up --root {place.root}, with the options that it had, writes it anew",
-        ) from error
-
-
-def pool_of(place: MeshPlace) -> PoolSettings:
-    """The settings that the pool of a mesh had when it was started last."""
-    path = place.directory / POOL
-    try:
-        return PoolSettings(**read_json(path))
-    except FileNotFoundError:
-        return PoolSettings()
-    except (Damaged, TypeError) as error:
-        raise ConfigError(
-            f"{path}, the settings of the pool, is damaged: {error}",
-            fix=f"Delete it; meshrl up --root {place.root} --config mesh.toml writes it anew",
-        ) from error
 
 
 async def serve(

@@ -22,7 +22,8 @@ from common.state import events, jobs
 from meshrl.commands.status import diagnosed
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from tests.load import scaled
 from tests.mesh.running import JOB
 

@@ -22,7 +22,8 @@ from common.state.redis.client import State
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.launch.redis.access import certificate
 from tests.mesh.hosts.joining import submitted, until
 

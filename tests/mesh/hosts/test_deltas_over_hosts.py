@@ -12,7 +12,8 @@ import pytest
 from common.state import jobs, registry
 from common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from tests.mesh.hosts.joining import beside, submitted, until
 
 pytestmark = pytest.mark.timeout(300)

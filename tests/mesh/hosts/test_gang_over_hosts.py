@@ -12,7 +12,8 @@ import pytest
 from common.state import events, jobs, registry
 from common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from tests.load import scaled
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until

@@ -16,7 +16,8 @@ from common.state import events, jobs, registry
 from common.state.pool.store import store as pool
 from meshrl.commands.logs.remote import RemoteLogs
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.view.history import samples
 from meshrl.view.trace import writing
 from tests.mesh.hosts.hidden import HiddenHost

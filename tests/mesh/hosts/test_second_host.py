@@ -25,7 +25,8 @@ from common.state.pool.store import store as pool
 from meshrl.cli import app
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from tests.load import scaled
 from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until
 

@@ -20,7 +20,8 @@ from common.state.server.rollback import JobMark
 from meshrl.commands.status import diagnosed
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch import leftovers
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.launch.redis import guard
 from meshrl.launch.redis import note as notes
 from tests.contract.state.state_bench import JOB, Bench, document

@@ -10,7 +10,7 @@ import pytest
 from common.base.errors import ConfigError
 from common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.launcher import POOL, pool_of
+from meshrl.launch.head.shape import POOL, pool_of
 from meshrl.launch.mesh_file import MeshFile, read
 
 

@@ -12,7 +12,8 @@ from common.job.config import JobConfig
 from common.state import jobs
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.run.restoring import record_of
 
 JOB = "sum"

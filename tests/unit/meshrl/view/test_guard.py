@@ -13,7 +13,8 @@ import pytest
 from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.view.guard import WarningGuard
 from meshrl.view.live.guarded import GuardedView
 from meshrl.view.live.view import RunLines

@@ -14,7 +14,8 @@ import pytest
 from common.job.config import JobConfig
 from common.state import jobs
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.run import session
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report

@@ -22,8 +22,9 @@ from common.state.redis.client import State
 from common.state.server.rollback import JobMark
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.directory.target import run_in
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.restoring import put_back
+from meshrl.launch.head.shape import MeshShape
 from meshrl.run.outcome import outcome_of
 from meshrl.view.recording.recorded import Recorded, read_events
 from meshrl.view.recording.recorder import Recorder

@@ -15,7 +15,8 @@ from common.base.files.lines import LineFile, read
 from common.job.config import JobConfig
 from common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.view.history import news
 from meshrl.view.recording.evaluations import evaluated
 from meshrl.view.recording.recorder import Recorder

@@ -19,7 +19,8 @@ from common.job.config import JobConfig, TrackingConfig
 from common.state import events, jobs
 from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.launch.head.launcher import Launcher, MeshShape
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.session import _conclude
 from meshrl.view import records
