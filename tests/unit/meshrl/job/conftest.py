@@ -16,6 +16,7 @@ from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.meshrl.conftest import NO_TENSORS
 
 EXAMPLE = Path(__file__).parents[4] / "examples/calculator.toml"
+SMALL = ("rollout.max_tokens=64",)
 RANKS = ("training.ranks=4", "mesh.workers=9")
 MIXTURE = (
     *RANKS,
@@ -61,7 +62,7 @@ def tiny(job: Path) -> Given:
 def small(job: Path) -> Given:
     """The job of two rows, whose tokenizer has the ids 0 to 11 and whose model has 16 rows."""
     character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
-    return Given(job, ("rollout.max_tokens=64",))
+    return Given(job, SMALL)
 
 
 @pytest.fixture
