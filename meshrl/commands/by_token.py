@@ -28,12 +28,11 @@ def status(token: str, name: str | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"jobs": [asdict(state) for state in found]}))
         return
-    columns = ("job", "phase", "steps", "version", "trained", "")
-    table = printing.table(*columns, wraps=columns[-1:])
+    table = printing.table("job", "phase", "steps", "version", "trained", "")
     for state in found:
         steps, note = f"{state.step}/{state.steps}", state.error or state.held
         table.add_row(state.name, state.phase, steps, str(state.version), str(state.trained), note)
-    printing.console(table).print(table)
+    printing.show(table)
 
 
 def watch(token: str, name: str) -> int:

@@ -111,7 +111,7 @@ def workers(mesh: Path | None, as_json: bool) -> None:
         print(json.dumps(tables.document(found)))
     else:
         table = tables.workers(found)
-        printing.console(table).print(table)
+        printing.show(table)
 
 
 def move(worker: str, role: str, job: str, mesh: Path | None) -> None:
@@ -151,7 +151,7 @@ def why(subject: str, mesh: Path | None, as_json: bool) -> None:
     if judged:
         print(f"\nWhat came of the last moves of {subject}, in seconds a step:")
         table = tables.moves(judged)
-        printing.console(table).print(table)
+        printing.show(table)
     if present is not None and (lines := moves.present(present)):
         print("\nNow:")
         print("\n".join(f"  {line}" for line in lines))

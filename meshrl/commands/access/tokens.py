@@ -71,12 +71,12 @@ def show(mesh: Path | None, as_json: bool) -> None:
         about = [asdict(token) | {"good": _how(token, now_s) == GOOD} for token in known]
         print(json.dumps([{k: v for k, v in told.items() if k != "key"} for told in about]))
         return
-    table = printing.table("token", "for", "made", "expires", "priority", "hosts", "")
+    table = printing.table("token", "for", "made", "expires", "priority", "hosts", "", wraps=False)
     for token in known:
         dates = _date(token.made_s), _date(token.expires_s)
         priority, hosts = ("", _hosts(token)) if token.kind == HOST else (str(token.priority), "")
         table.add_row(token.id, token.name, *dates, priority, hosts, _how(token, now_s))
-    printing.console(table).print(table)
+    printing.show(table)
 
 
 def revoke(which: str, mesh: Path | None) -> None:

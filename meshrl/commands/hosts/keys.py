@@ -33,10 +33,10 @@ def show(mesh: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(row) for row in found]))
         return
-    table = printing.table("host", "role", "process", "key")
+    table = printing.table("host", "role", "process", "key", wraps=False)
     for row in found:
         table.add_row(row.host, row.role, row.name, row.public)
-    printing.console(table).print(table)
+    printing.show(table)
 
 
 def revoke(which: str, mesh: Path | None) -> None:

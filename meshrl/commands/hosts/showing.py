@@ -21,4 +21,4 @@ def show(mesh: Path | None, as_json: bool) -> None:
         print(json.dumps([row.document for row in found]))
     else:
         made = table(found)
-        printing.console(made).print(made)
+        printing.show(made)

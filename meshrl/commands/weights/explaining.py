@@ -28,13 +28,12 @@ def explain(run: Path | None, mesh: Path | None, as_json: bool) -> None:
             "and no process of another host has received one"
         )
         return
-    columns = ("process", "way", "bytes", "took", "predicted", "why")
-    table = printing.table(*columns, wraps=columns[-1:])
+    table = printing.table("process", "way", "bytes", "took", "predicted", "why")
     for one in found:
         size, took = f"{one['bytes'] / MIB:.3g} MiB", f"{one['took_s']:.3g} s"
         why = "; ".join(text for text in (one["why"], one["verdict"]) if text)
         table.add_row(one["process"], one["way"], size, took, _seconds(one["predicted_s"]), why)
-    printing.console(table).print(table)
+    printing.show(table)
     for way, rate in sorted(_rates(found).items()):
         print(f"{way}: {rate / MIB:.3g} MiB/s")
 

@@ -26,15 +26,14 @@ def show(run: Path | None, mesh: Path | None, token: str | None, as_json: bool) 
     if as_json:
         print(json.dumps(found))
         return
-    columns = ("version", "manifest", "size", "alone", "type", "kept as", "note")
-    table = printing.table(*columns, wraps=columns[-1:])
+    table = printing.table("version", "manifest", "size", "alone", "type", "kept as", "note")
     for one in found["versions"]:
         gone = "" if one["whole"] else " (chunks are missing)"
         why = ", ".join(one["why"]) or "goes soon"
         size, alone = _shown(one["bytes"]), _shown(one["alone"])
         digits = one["manifest"][:MANIFEST]
         table.add_row(_name(one), digits, size, alone, one["dtype"], why + gone, one["note"])
-    printing.console(table).print(table)
+    printing.show(table)
     quota = f" of {_shown(found['quota_bytes'])}" if found["quota_bytes"] else ""
     count = len(found["versions"])
     many = f"{count} version{'s' if count != 1 else ''}"
@@ -96,15 +95,14 @@ def diff(
     if as_json:
         print(json.dumps(found))
         return
-    columns = ("tensor", "shape", "changed", "largest", "mean", "")
-    table = printing.table(*columns, wraps=columns[-1:])
+    table = printing.table("tensor", "shape", "changed", "largest", "mean", "")
     tensors = found["tensors"]
     first, second = (found[which].removeprefix("0/") for which in ("first", "second"))
     for one in tensors[: most or None]:
         share = f"{one['changed'] / max(1, one['elements']):.3%}"
         figures = share, f"{one['largest']:.3g}", f"{one['mean']:.3g}"
         table.add_row(one["name"], "x".join(map(str, one["shape"])), *figures, one["note"])
-    printing.console(table).print(table)
+    printing.show(table)
     if len(tensors) > most > 0:
         print(f"... and {len(tensors) - most} more; -n 0 shows all")
     print(

@@ -25,7 +25,7 @@ def table(found: list[HostRow]) -> Table:
         "clock",
         "",
     )
-    made = printing.table(*columns, wraps=columns[-1:])
+    made = printing.table(*columns)
     for row in found:
         since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
         made.add_row(

@@ -5,7 +5,6 @@ them again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 from rich.cells import cell_len
 from rich.table import Table
@@ -15,12 +14,18 @@ from meshrl.view.terminal import Console
 GAP = 3  # blanks between columns
 
 
-def table(*columns: str, wraps: Sequence[str] = ()) -> Table:
-    """An empty table of these columns, of which those of `wraps` may take several lines."""
+def table(*columns: str, wraps: bool = True) -> Table:
+    """An empty table of these columns, of which the last one may take several lines if it wraps."""
     made = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-    for column in columns:
-        made.add_column(column, header_style="dim", overflow="fold", no_wrap=column not in wraps)
+    for number, column in enumerate(columns, 1):
+        whole = not wraps or number < len(columns)
+        made.add_column(column, header_style="dim", overflow="fold", no_wrap=whole)
     return made
+
+
+def show(one: Table) -> None:
+    """Print a table."""
+    console(one).print(one)
 
 
 def console(*tables: Table) -> Console:

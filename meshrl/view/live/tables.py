@@ -25,7 +25,9 @@ from meshrl.view.mesh.workers import lines
 
 def jobs(mesh: MeshSnapshot) -> Table:
     """A row a job: what it does, and its part of the workers. Why one waits, `whys` says."""
-    table = _table("job", "phase", "steps", "workers", "priority", "share", "trained", "run")
+    table = printing.table(
+        "job", "phase", "steps", "workers", "priority", "share", "trained", "run"
+    )
     for row in mesh.jobs:
         part = row.document.get("pool", {})
         table.add_row(
@@ -66,7 +68,7 @@ def has(mesh: MeshSnapshot, job: str) -> str:
 
 def processes(mesh: MeshSnapshot) -> Table:
     """A row a process that lives: how fresh its lease is, and whom it waits for."""
-    table = _table("process", "pid", "renewed", "metrics", "waits for")
+    table = printing.table("process", "pid", "renewed", "metrics", "waits for")
     for entry in sorted(mesh.entries, key=lambda e: e.name):
         if entry.alive:
             leads = " (leads)" if mesh.leader.startswith(entry.name) else ""
@@ -78,7 +80,7 @@ def processes(mesh: MeshSnapshot) -> Table:
 
 def workers(mesh: MeshSnapshot) -> Table:
     """A row for each resident of each worker, and for each idle worker."""
-    table = _table("worker", "on", "gang", "resident", "job", "role", "tier", "state", "")
+    table = printing.table("worker", "on", "gang", "resident", "job", "role", "tier", "state", "")
     residents = {resident.id: resident for _, resident in mesh.residents}
     for line in lines(mesh):
         resident = residents.get(line.resident)
@@ -140,10 +142,6 @@ def quota_troubles(entries: Sequence[Entry]) -> list[str]:
     return [f"weights.quota_gb: {trouble}. {why}" for trouble in told if trouble]
 
 
-def _table(*columns: str) -> Table:
-    return printing.table(*columns, wraps=columns[-1:])  # the last one may be long
-
-
 def document(mesh: MeshSnapshot) -> dict[str, Any]:
     """The workers, with the figures of their GPUs, and the gangs of a mesh as JSON has them."""
     stats = mesh.stats
@@ -156,7 +154,7 @@ def document(mesh: MeshSnapshot) -> dict[str, Any]:
 
 def moves(found: Iterable[Judged]) -> Table:
     """A row a move; times are seconds a step."""
-    made = printing.table(*MOVE_COLUMNS, wraps=MOVE_COLUMNS[-1:])
+    made = printing.table(*MOVE_COLUMNS)
     for move in found:
         made.add_row(
             datetime.fromtimestamp(move.ms / 1000).strftime("%H:%M:%S"),

@@ -50,7 +50,7 @@ def tables(frame: Frame) -> list[RenderableType]:
 
 
 def _jobs(jobs: Sequence[JobFrame]) -> Table:
-    table = _table("job", "phase", "step", "steps/min", "reward", "", "workers", "a step")
+    table = printing.table("job", "phase", "step", "steps/min", "reward", "", "workers", "a step")
     for job in jobs:
         table.add_row(
             job.job,
@@ -86,7 +86,7 @@ def _predicted(job: JobFrame) -> str:
 
 
 def _rates(jobs: Sequence[JobFrame]) -> Table:
-    table = _table(
+    table = printing.table(
         "job", "rolled out", "trained", "in flight", "running", "waiting", "trainer waits"
     )
     for job in jobs:
@@ -126,7 +126,9 @@ def under_way(move: MoveFrame) -> str:
 
 
 def _gangs(residents: Sequence[ResidentFrame]) -> Table:
-    table = _table("gang", "workers", "job", "resident", "role", "tier", "state", "tp", "doing")
+    table = printing.table(
+        "gang", "workers", "job", "resident", "role", "tier", "state", "tp", "doing"
+    )
     for one in residents:
         table.add_row(
             one.gang,
@@ -149,10 +151,6 @@ def _others(frame: Frame) -> Iterator[str]:
         yield f"idle: {' '.join(frame.idle)}"
     if frame.lost:
         yield f"lost: {' '.join(frame.lost)}"
-
-
-def _table(*columns: str) -> Table:
-    return printing.table(*columns, wraps=columns[-1:])
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
