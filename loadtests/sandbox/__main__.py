@@ -14,13 +14,12 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable
 
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.rounds import percentile, ratio
-from loadtests.sandbox.sandboxed import Place, sandboxed
+from loadtests.sandbox.sandboxed import PROGRAM, SAID, One, Place, jailed, sandboxed, sustained
 from loadtests.sandbox_cpu import spinning
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
@@ -28,8 +27,6 @@ from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from services.sandbox.workers.pool import WorkerPool
 from services.sandbox.workers.worker import TOOL
 
-PROGRAM = "print(sum(i * i for i in range(1000)))"
-SAID = str(sum(i * i for i in range(1000)))
 ISOLATED = ("-I", "-S")  # as in our jails: no site packages, which take long to look for
 CONCURRENCY = (1, 8, 64)
 PEER_SHARE = 0.4  # of the time that ours gets in a round
@@ -38,8 +35,6 @@ TRUSTED = 2000  # calls of the calculator, one after the other
 LEAK_CALLS = 10_000
 WARM_S = 2.0
 JAILS = 8  # of the sandbox at a time
-
-One = Callable[[], Awaitable[None]]
 
 
 def bare(*flags: str) -> list[str]:
@@ -67,28 +62,6 @@ async def started(argv: list[str]) -> None:
     said, _ = await process.communicate()
     if said.decode().strip() != SAID:
         raise RuntimeError(f"{argv[0]} said {said!r}")
-
-
-async def jailed(place: Place) -> None:
-    status, value = await place.run("load", "python", PROGRAM)
-    if status != "ok" or value != {"status": "ok", "output": f"{SAID}\n"}:
-        raise RuntimeError(f"the sandbox said {status}: {value}")
-
-
-async def sustained(one: One, concurrency: int, seconds: float) -> tuple[float, list[float]]:
-    """(calls per second, latencies) of `concurrency` callers that ask again as soon as answered."""
-    latencies: list[float] = []
-    until = time.perf_counter() + seconds
-
-    async def caller() -> None:
-        while time.perf_counter() < until:
-            begun = time.perf_counter()
-            await one()
-            latencies.append(time.perf_counter() - begun)
-
-    begun = time.perf_counter()
-    await asyncio.gather(*(caller() for _ in range(concurrency)))
-    return len(latencies) / (time.perf_counter() - begun), latencies
 
 
 async def measure(place: Place, concurrency: int, seconds: float, rounds: int) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,6 +29,11 @@ TOOLS = {
     "calculator": "calculator",
 }
 TEMPORARY = ("meshrl-jail-",)
+
+
+PROGRAM = "print(sum(i * i for i in range(1000)))"
+SAID = str(sum(i * i for i in range(1000)))
+One = Callable[[], Awaitable[None]]
 
 
 @dataclass
@@ -93,3 +100,25 @@ async def sandboxed(*options: str) -> AsyncIterator[Place]:
         process = members.start(NAME, "services.sandbox", "--name", NAME, *options)
         await members.ready(mesh, "sandbox")
         yield Place(mesh, mesh.ref(NAME), psutil.Process(process.pid), members.directory)
+
+
+async def jailed(place: Place) -> None:
+    status, value = await place.run("load", "python", PROGRAM)
+    if status != "ok" or value != {"status": "ok", "output": f"{SAID}\n"}:
+        raise RuntimeError(f"the sandbox said {status}: {value}")
+
+
+async def sustained(one: One, concurrency: int, seconds: float) -> tuple[float, list[float]]:
+    """(calls per second, latencies) of `concurrency` callers that ask again as soon as answered."""
+    latencies: list[float] = []
+    until = time.perf_counter() + seconds
+
+    async def caller() -> None:
+        while time.perf_counter() < until:
+            begun = time.perf_counter()
+            await one()
+            latencies.append(time.perf_counter() - begun)
+
+    begun = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(concurrency)))
+    return len(latencies) / (time.perf_counter() - begun), latencies

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
 from loadtests.measuring.rounds import percentile
-from loadtests.sandbox.sandboxed import Place
+from loadtests.sandbox.sandboxed import Place, jailed, sustained
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.program import Program
@@ -29,8 +29,6 @@ ROUNDS = 6
 HONEST = 4  # callers
 WARM_S = 2.0
 NOISE_S = 2.0  # CPU time of one call that spins; the next begins at once
-PROGRAM = "print(sum(i * i for i in range(1000)))"
-SAID = f"{sum(i * i for i in range(1000))}\n"
 LEFT = f"""
 import os
 waits, go = os.pipe()
@@ -161,18 +159,8 @@ async def _noise(place: Place, stop: asyncio.Event, deadline_s: float) -> None:
 
 
 async def latencies(place: Place, seconds: float) -> list[float]:
-    took: list[float] = []
-    until = time.perf_counter() + seconds
-
-    async def caller() -> None:
-        while time.perf_counter() < until:
-            begun = time.perf_counter()
-            status, value = await place.run("load", "python", PROGRAM)
-            took.append(time.perf_counter() - begun)
-            if value != {"status": "ok", "output": SAID}:
-                raise RuntimeError(f"the sandbox said {status}: {value}")
-
-    await asyncio.gather(*(caller() for _ in range(HONEST)))
+    """Return what honest calls took."""
+    _, took = await sustained(lambda: jailed(place), HONEST, seconds)
     return took
 
 
