@@ -109,7 +109,12 @@ def predictions(memory: PlannerMemory) -> list[str]:
 
 def documents(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
     """The decisions as JSON takes them, with all that they say."""
-    return [{"kind": type(one).__name__.lower(), **asdict(one)} for one in decisions]
+    return [{"kind": kind_of(one), **asdict(one)} for one in decisions]
+
+
+def kind_of(decision: Decision) -> str:
+    """The name of a decision in JSON, which does not change with that of its class."""
+    return "finish" if isinstance(decision, FinishMove) else type(decision).__name__.lower()
 
 
 def unplaced(snapshot: Snapshot, memory: PlannerMemory, decisions: Iterable[Decision]) -> list[str]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 
 from common.base.errors import Refused
+from common.state.pool.placing.decisions import Decision
 from common.state.pool.store.reading import snapshot_document, snapshot_of
+from services.planner.explain import kind_of
 from tests.load import scaled
 from tests.unit.planner.pools import job, pool
 from tests.unit.planner.test_many_jobs import looks_at, pools
@@ -21,6 +23,24 @@ LOOK = {
     "workers": [{"id": f"w{n}", "host": "a", "accelerator": "cpu:0", "token": n} for n in range(2)],
     "jobs": [{"id": "first", "phase": "queued"}, {"id": "second", "phase": "queued"}],
 }
+
+
+DECISIONS = [
+    *("form", "dissolve", "place", "remove", "lose", "hostgone", "admit", "failjob", "serve"),
+    *("finish", "decline", "judge"),
+]
+
+
+def explained(look: dict[str, Any]) -> str:
+    """What the command prints about a look."""
+    return subprocess.run(
+        [sys.executable, "-m", "services.planner.explain"],
+        input=json.dumps(look),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=True,
+    ).stdout
 
 
 @given(pools)
@@ -41,19 +61,16 @@ def test_what_a_look_lacks_is_named() -> None:
         snapshot_of({"workers": []})
 
 
+def test_the_names_of_decisions_in_json_do_not_change() -> None:
+    kinds = get_args(Decision)
+    assert [kind_of(kind.__new__(kind)) for kind in kinds] == DECISIONS
+
+
 def test_each_decision_is_told_with_its_rule_and_figures() -> None:
-    command = [sys.executable, "-m", "services.planner.explain"]
-    done = subprocess.run(
-        command,
-        input=json.dumps(LOOK),
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=True,
-    )
-    assert "place g0.0: core of first on g0 in accelerator  [default entitled=1]" in done.stdout
-    assert "place g1.1: rollout of second on g1 in accelerator by turns" in done.stdout
-    assert done.stdout.count("form g") == 2
+    told = explained(LOOK)
+    assert "place g0.0: core of first on g0 in accelerator  [default entitled=1]" in told
+    assert "place g1.1: rollout of second on g1 in accelerator by turns" in told
+    assert told.count("form g") == 2
 
 
 def test_why_a_service_is_nowhere_is_told_whether_or_not_something_is_decided() -> None:
@@ -64,18 +81,10 @@ def test_why_a_service_is_nowhere_is_told_whether_or_not_something_is_decided() 
             {"id": "second", "phase": "training"},
         ],
     }
-    command = [sys.executable, "-m", "services.planner.explain"]
-    done = subprocess.run(
-        command,
-        input=json.dumps(look),
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=True,
-    )
-    assert done.stdout.splitlines()[-1] == (
+    told = explained(look)
+    assert told.splitlines()[-1] == (
         "nowhere sandbox/first/0, sandbox/first/1: no host takes its sandboxes now: "
         "a takes shards; b takes no services"
     )
-    assert "hold first: paused: no host takes its sandboxes now" in done.stdout
-    assert "rollout/second/0" not in done.stdout.splitlines()[-1]
+    assert "hold first: paused: no host takes its sandboxes now" in told
+    assert "rollout/second/0" not in told.splitlines()[-1]
