@@ -17,6 +17,7 @@ from services.trainer.initial.beginning import DTYPES, outlined
 from services.trainer.ranks.actor import RankActor
 from services.trainer.ranks.rank import Rank
 from services.trainer.sharding.learners import GangPlace, RowsLearner, ShardedLearner
+from services.trainer.zebra.alike import PacedBins
 from services.trainer.zebra.learner import ZebraLearner
 from services.trainer.zebra.pace import pace_of
 
@@ -40,7 +41,8 @@ def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:
         parallel = config.training.expert_parallel
         return ShardedLearner(model, settings, place, config.lora, config.seed, parallel)
 
-    return Rank(make, seat.rank, seat.ranks, data.config.mesh.device, division, pace)
+    bins, device = PacedBins.of_division(pace, division), data.config.mesh.device
+    return Rank(make, seat.rank, seat.ranks, device, division, pace, bins)
 
 
 def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> RoundDivision:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,8 +31,10 @@ from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.division import EvenDivision, RoundDivision
 from services.trainer.bins.packing import Bin
 from services.trainer.ranks import interfaces
-from services.trainer.zebra.alike import PacedBins
-from services.trainer.zebra.pace import ZebraPace
+
+if TYPE_CHECKING:  # ranks that keep a pace import it anyway
+    from services.trainer.zebra.alike import PacedBins
+    from services.trainer.zebra.pace import ZebraPace
 
 
 def join_group(
@@ -144,13 +147,14 @@ class Rank:
         device: str,
         division: RoundDivision | None = None,
         pace: ZebraPace | None = None,
+        bins: PacedBins | None = None,
     ) -> None:
-        """`division`: None: one bin for each rank. `pace`: what it is slowed down to, where a
-        learner does not slow down its tasks itself.
+        """`division`: None: one bin for each rank. `pace`: what it is slowed down to, by its
+        learner's tasks, or by the passes over its `bins`.
         """
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
         self.division: RoundDivision = division or EvenDivision(ranks)
-        self._pace, self._bins = pace, PacedBins.of_division(pace, self.division)
+        self._pace, self._bins = pace, bins
         self._learner: Learner | None = None
         self._gradients = GradientSum()
 
