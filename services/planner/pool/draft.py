@@ -10,7 +10,7 @@ from typing import Any
 from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove, Why
 from common.state.pool.placing.snapshot import Move, Snapshot
 from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Apart, Gang, Resident, Role, WorkerRow
+from common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
 from services.planner.pool.team import Seated, Team
 
 
@@ -91,27 +91,22 @@ class Draft:
         role: Role,
         why: Why,
         *,
-        core: bool = False,
-        turns: bool = False,
-        pinned: bool = False,
-        apart: Apart | None = None,
         move: Callable[[str, str], Move] | None = None,
         op: str = "",
+        **wishes: Any,
     ) -> Seated:
         """Places a new resident on workers that are in one gang, or become one. `move` makes the
-        move that this is, from the ids of resident and gang.
+        move that this is, from the ids of resident and gang; `wishes` are further fields of the
+        resident.
         """
         gang = self._gang_of(workers, why)
         resident = Resident(
             id=f"{gang.id}.{gang.placed}",
             job=job,
             role=role,
-            core=core,
             ranks=tuple(gang.workers.index(worker) for worker in workers),
-            turns=turns,
-            pinned=pinned,
-            apart=apart,
             changed_ms=self.snapshot.now_ms,
+            **wishes,
         )
         gang = self.gangs[gang.id] = replace(gang, placed=gang.placed + 1)
         made = move(resident.id, gang.id) if move is not None else None
