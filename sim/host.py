@@ -22,6 +22,7 @@ from common.mesh.process.ends.failure import Failure
 from common.mesh.process.ends.limits import Room
 from common.mesh.process.handle import Child, Usage
 from common.mesh.process.host import own_start_time, replace_file
+from common.mesh.process.starting import PLAIN, Spawning
 
 T = TypeVar("T")
 PLENTY = Room(memory=1 << 40, disk=1 << 40)
@@ -154,13 +155,7 @@ class SimulatedHost:
         name: str,
         env: Mapping[str, str] = {},
         log: Path | None = None,
-        own_session: bool = False,
-        die_with_parent: bool = True,
-        nice: int = 0,
-        rlimits: Mapping[str, int] = {},
-        pipe: bool = False,
-        pass_fds: Sequence[int] = (),
-        guarded: bool = False,
+        how: Spawning = PLAIN,
     ) -> SimulatedChild:
         module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])
         program = self._programs.get(module)

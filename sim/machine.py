@@ -17,6 +17,7 @@ from common.mesh.process.ends.failure import Failure
 from common.mesh.process.ends.limits import Room
 from common.mesh.process.handle import UNKNOWN_EXIT, Usage
 from common.mesh.process.host import replace_file
+from common.mesh.process.starting import PLAIN, Spawning
 from sim.disk import Disk
 from sim.host import PLENTY
 from sim.loop import OWNER, VirtualClock, VirtualLoop
@@ -192,17 +193,11 @@ class ProcessHost:
         name: str,
         env: Mapping[str, str] = {},
         log: Path | None = None,
-        own_session: bool = False,
-        die_with_parent: bool = True,
-        nice: int = 0,
-        rlimits: Mapping[str, int] = {},
-        pipe: bool = False,
-        pass_fds: Sequence[int] = (),
-        guarded: bool = False,
+        how: Spawning = PLAIN,
     ) -> VirtualChild:
         self._alive()
         module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])
-        child = self._machine.spawn(module, arguments, name, self._process, die_with_parent)
+        child = self._machine.spawn(module, arguments, name, self._process, how.die_with_parent)
         return VirtualChild(child, self._machine.clock, adopted=False)
 
     def adopt(

@@ -14,6 +14,7 @@ from pathlib import Path
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from meshrl.launch.services import plan
 from tests.load import scaled
 
@@ -40,7 +41,7 @@ class TestNursery:
             plan.nursery(socket),
             name="nursery",
             env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1"},
-            own_session=True,
+            how=Spawning(own_session=True),
         )
         os.environ[NURSERY_ENV] = str(socket)
 
@@ -49,7 +50,9 @@ class TestNursery:
         return its pid once it listens.
         """
         socket = Path(self._scratch.name) / "nursery"
-        self._child = SystemHost().spawn(plan.nursery(socket), name="nursery", own_session=True)
+        self._child = SystemHost().spawn(
+            plan.nursery(socket), name="nursery", how=Spawning(own_session=True)
+        )
         wait_until_listening(self._child, socket)
         os.environ[NURSERY_ENV] = str(socket)
         return self._child.pid

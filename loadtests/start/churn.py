@@ -17,6 +17,7 @@ import psutil
 
 from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from loadtests.start.nursed import nursery, starting
 from loadtests.start.traces import left
 
@@ -73,7 +74,9 @@ class Churn:
     def _spawn(self, *words: str, pipe: bool = False) -> SystemChild:
         argv = [sys.executable, "-m", "loadtests.start.brief", *words]
         log = self._logs / "brief.log"
-        return self._host.spawn(argv, name="brief", env=self._environment, log=log, pipe=pipe)
+        return self._host.spawn(
+            argv, name="brief", env=self._environment, log=log, how=Spawning(pipe=pipe)
+        )
 
 
 def descriptors(*pids: int) -> int:

@@ -30,6 +30,7 @@ from common.base.host.settings import SETTINGS_ENV
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from common.mesh.runtime.mesh import MeshSettings
 from common.state import registry
 from common.state.redis.client import State
@@ -154,7 +155,7 @@ class Scene:
             [sys.executable, "-m", "common.mesh.process.forking.nursery", str(socket), *FORKED],
             name="nursery",
             env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            own_session=True,
+            how=Spawning(own_session=True),
         )
         opened.callback(child.kill)
         async with asyncio.timeout(START_S):
@@ -204,7 +205,7 @@ class Scene:
         argv = [sys.executable, "-m", "loadtests.weights.members.within", net, module, *words]
         about = {SETTINGS_ENV: str(settings), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         about |= {"MALLOC_ARENA_MAX": "2"} | env
-        child = self._host.spawn(argv, name=name, env=about, log=log, pipe=pipe)
+        child = self._host.spawn(argv, name=name, env=about, log=log, how=Spawning(pipe=pipe))
         member = Member(name, child, log)
         self.members.append(member)
         return member

@@ -18,6 +18,7 @@ from typing import Any
 from common.base.errors import MeshError, from_wire
 from common.base.files.at_url import without_secrets
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from meshrl.directory import job_file
 
 POLL_S = 0.01
@@ -39,7 +40,9 @@ def asked(*words: str | Path) -> dict[str, Any]:
     with TemporaryDirectory(prefix="meshrl-versions-") as scratch:
         said = Path(scratch) / "said"
         tied = threading.current_thread() is threading.main_thread()  # no other thread can tie it
-        child = SystemHost().spawn(command(words), name="versions", log=said, die_with_parent=tied)
+        child = SystemHost().spawn(
+            command(words), name="versions", log=said, how=Spawning(die_with_parent=tied)
+        )
         try:
             while child.poll() is None:
                 time.sleep(POLL_S)

@@ -28,7 +28,7 @@ from common.mesh.process.ends.failure import FAILURE_ENV, Failure, path_beside
 from common.mesh.process.ends.limits import Room
 from common.mesh.process.entry.child import CHANNEL_FD
 from common.mesh.process.handle import Child, SystemChild, start_time
-from common.mesh.process.starting import Start, Starter
+from common.mesh.process.starting import PLAIN, Spawning, Start, Starter
 from common.mesh.process.usage import usage
 
 T = TypeVar("T")
@@ -52,24 +52,14 @@ class Host(Protocol):
         name: str,
         env: Mapping[str, str] = {},
         log: Path | None = None,
-        own_session: bool = False,
-        die_with_parent: bool = True,
-        nice: int = 0,
-        rlimits: Mapping[str, int] = {},
-        pipe: bool = False,
-        pass_fds: Sequence[int] = (),
-        guarded: bool = False,
+        how: Spawning = PLAIN,
     ) -> Child:
         """Starts a process, from the main thread.
 
         `argv` of `[sys.executable, "-m", module, ...]` runs the module, in a fork of the nursery
         that $MESHRL_NURSERY of its environment names, if there is one; anything else is executed,
         and so is what has `rlimits` or `pass_fds`.
-        `log` takes stdout and stderr (None: ours); `rlimits` by name without RLIMIT_ ("AS");
-        `pipe` opens a channel of frames, whose other end is
-        `common.mesh.process.entry.child.ChildChannel.from_env()`; `pass_fds` stay open in it under
-        their numbers. `guarded`: it runs a job author's code. All that it starts ends with it, and
-        with this process, and its output is bounded (`common.mesh.process.entry.guard`).
+        `log` takes stdout and stderr (None: ours).
         """
 
     def adopt(
@@ -228,13 +218,7 @@ class SystemHost:
         name: str,
         env: Mapping[str, str] = {},
         log: Path | None = None,
-        own_session: bool = False,
-        die_with_parent: bool = True,
-        nice: int = 0,
-        rlimits: Mapping[str, int] = {},
-        pipe: bool = False,
-        pass_fds: Sequence[int] = (),
-        guarded: bool = False,
+        how: Spawning = PLAIN,
     ) -> SystemChild:
         """Starts a process; see `Host.spawn`. Refused from any thread but the main one where it
         dies with its parent.
@@ -249,13 +233,7 @@ class SystemHost:
             argv,
             environment,
             log,
-            own_session,
-            die_with_parent,
-            nice,
-            rlimits,
-            pipe,
-            pass_fds,
-            guarded,
+            how,
         )
         return self._starter.start(start)
 

@@ -23,6 +23,24 @@ ASK_AGAIN_S = 3.0  # a nursery that was silent is left alone for so long: each q
 
 
 @dataclass(frozen=True)
+class Spawning:
+    """Bounds and ties of a process, and its channels to the process that spawns it."""
+
+    own_session: bool = False
+    die_with_parent: bool = True
+    nice: int = 0
+    rlimits: Mapping[str, int] = field(default_factory=dict)  # by name without RLIMIT_, as "AS"
+    pipe: bool = False  # a channel of frames: `common.mesh.process.entry.child.ChildChannel`
+    pass_fds: Sequence[int] = ()  # that stay open in it under their numbers
+    # It runs code of a job's author: all that it starts ends with it, and with the process that
+    # spawns it, and its output is bounded (`common.mesh.process.entry.guard`).
+    guarded: bool = False
+
+
+PLAIN = Spawning()
+
+
+@dataclass(frozen=True)
 class Start:
     """A process that is to be; the fields are `Host.spawn`'s."""
 
@@ -30,13 +48,7 @@ class Start:
     argv: list[str]
     environment: dict[str, str]  # all of it
     log: Path | None = None
-    own_session: bool = False
-    die_with_parent: bool = True
-    nice: int = 0
-    rlimits: Mapping[str, int] = field(default_factory=dict)
-    pipe: bool = False
-    pass_fds: Sequence[int] = ()
-    guarded: bool = False
+    how: Spawning = PLAIN
 
     @property
     def module(self) -> str | None:
@@ -46,7 +58,7 @@ class Start:
     @property
     def nursery(self) -> Path | None:
         """The nursery that it may be forked from; None: it is to be executed."""
-        plain = self.module is not None and not self.rlimits and not self.pass_fds
+        plain = self.module is not None and not self.how.rlimits and not self.how.pass_fds
         return chosen(self.environment) if plain else None
 
     def order(self, passed: list[str]) -> ForkOrder:
@@ -58,8 +70,8 @@ class Start:
             environment=self.environment,
             passed=passed,
             executable=sys.executable,
-            niceness=os.getpriority(os.PRIO_PROCESS, 0) + self.nice,
-            guarded=self.guarded,
+            niceness=os.getpriority(os.PRIO_PROCESS, 0) + self.how.nice,
+            guarded=self.how.guarded,
         )
 
 
@@ -76,12 +88,12 @@ class Starter:
         """The process. Refused from any thread but the main one where it dies with its parent;
         OSError when there is none to be had.
         """
-        if start.die_with_parent and threading.current_thread() is not threading.main_thread():
+        if start.how.die_with_parent and threading.current_thread() is not threading.main_thread():
             # PDEATHSIG fires at the end of the spawning thread, not of the process.
             raise Refused(
                 "a child that dies with us is spawned by the main thread", where=start.name
             )
-        if start.guarded and not start.die_with_parent:
+        if start.how.guarded and not start.how.die_with_parent:
             raise ValueError(f"{start.name}: a guarded process ends with its owner")
         ours: socket.socket | None = None
         with contextlib.ExitStack() as theirs:
@@ -90,10 +102,10 @@ class Starter:
                 log = opened_log(start.log)
                 theirs.callback(os.close, log)
                 descriptors |= {"stdout": log, "stderr": log}
-            if start.die_with_parent:
+            if start.how.die_with_parent:
                 self._death = self._death or os.pipe()
                 descriptors["death"] = self._death[0]
-            if start.pipe:
+            if start.how.pipe:
                 ours, far = socket.socketpair()
                 theirs.enter_context(far)
                 ours.setblocking(False)
@@ -106,15 +118,15 @@ class Starter:
                     popen.pid,
                     popen=popen,
                     channel=ours,
-                    leads_session=start.own_session and not start.guarded,
-                    guard=popen.pid if start.guarded else 0,
+                    leads_session=start.how.own_session and not start.how.guarded,
+                    guard=popen.pid if start.how.guarded else 0,
                 )
             child = SystemChild(
                 start.name,
                 birth.pid,
                 birth=birth,
                 channel=ours,
-                leads_session=not start.guarded,
+                leads_session=not start.how.guarded,
                 guard=birth.guard,
             )
             birth.go()
@@ -145,19 +157,19 @@ def opened_log(path: Path) -> int:
 
 def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[bytes]:
     """A process whose first code is `common.mesh.process.entry.child`."""
-    passed = list(start.pass_fds)
+    passed = list(start.how.pass_fds)
     options: list[str] = []
     environment = dict(start.environment)
     if "death" in descriptors:
-        tie = f"guard={descriptors['death']}" if start.guarded else f"parent={os.getpid()}"
+        tie = f"guard={descriptors['death']}" if start.how.guarded else f"parent={os.getpid()}"
         options += [tie, f"death={descriptors['death']}"]
         passed.append(descriptors["death"])
     if "channel" in descriptors:
         environment[CHANNEL_FD] = str(descriptors["channel"])
         passed.append(descriptors["channel"])
-    if start.nice:
-        options.append(f"nice={start.nice}")
-    options += [f"rlimit={name}:{value}" for name, value in start.rlimits.items()]
+    if start.how.nice:
+        options.append(f"nice={start.how.nice}")
+    options += [f"rlimit={name}:{value}" for name, value in start.how.rlimits.items()]
     return subprocess.Popen(
         [sys.executable, *first_code(start), *options, "--", *program(start)],
         env=environment,
@@ -165,7 +177,7 @@ def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[b
         stdout=descriptors["stdout"],
         stderr=descriptors["stderr"],
         pass_fds=passed,
-        start_new_session=start.own_session,
+        start_new_session=start.how.own_session,
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.base.errors import MeshError, PeerLost, StorageFull
+from common.mesh.process.starting import Spawning
 from meshrl.directory.places import write_json
 from meshrl.job.checks.file.extras import TRACKERS
 from meshrl.view.guard import WarningGuard
@@ -150,9 +151,7 @@ class TrackerProcess:
                     self._argv,
                     name=self.name,
                     log=self._log,
-                    own_session=True,
-                    nice=NICE,
-                    pipe=True,
+                    how=Spawning(own_session=True, nice=NICE, pipe=True),
                 )
                 await self._serve(child)
                 return

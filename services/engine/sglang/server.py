@@ -18,6 +18,7 @@ from common.generation.served_by_sglang import served_by_sglang
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host, Stoppable
 from common.mesh.process.output.log_bounds import bound_file
+from common.mesh.process.starting import Spawning
 from common.model.architecture.config import ModelConfig
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import UNAUTHORIZED, Http
@@ -242,7 +243,7 @@ class SGLangServer:
             name="sglang",
             env=launch.environment(),
             log=launch.log,
-            own_session=True,
+            how=Spawning(own_session=True),
         )
         bounding = host.every(BOUND_S, lambda: bound_file(launch.log), "bound sglang.log")
         http = Http(f"http://127.0.0.1:{port}", launch.slots, key)

@@ -14,6 +14,7 @@ from common.base.errors import BadMessage, DeadlineExceeded, MeshError, ToolFail
 from common.base.host.settings import WITHOUT_SETTINGS
 from common.environment.framing import frames, packed
 from common.mesh.process.handle import Child
+from common.mesh.process.starting import Spawning
 from common.mesh.runtime.calls.batcher import Batcher
 from common.mesh.runtime.mesh import Mesh
 from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
@@ -61,8 +62,7 @@ class EnvironmentChild:
             name=self.name,
             env=WITHOUT_SETTINGS,
             log=self._log,
-            pipe=True,
-            guarded=True,
+            how=Spawning(pipe=True, guarded=True),
         )
         return self._child
 

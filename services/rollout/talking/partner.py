@@ -33,6 +33,7 @@ from common.job.builtin import PERSON
 from common.job.bundle.job_data import JobData
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
+from common.mesh.process.starting import Spawning
 from common.model.files.hf import load_model
 from common.model.tokens.tokenizer import Tokenizer
 from common.model.tokens.vocabulary import with_tokenizer
@@ -180,7 +181,7 @@ class Partner:
             log = self.scratch / "environment.log"
             argv = command(self.job)
             self._environment = self.host.spawn(
-                argv, name="environment", log=log, pipe=True, guarded=True
+                argv, name="environment", log=log, how=Spawning(pipe=True, guarded=True)
             )
             deadline_s += START_S
         message = message_of((key, operation, argument), operation, "environment")
@@ -231,7 +232,7 @@ class Partner:
         if self._sandbox is None:
             argv = [sys.executable, "-m", "services.sandbox.alone"]
             log = self.scratch / "sandbox.log"
-            self._sandbox = self.host.spawn(argv, name="sandbox", log=log, pipe=True)
+            self._sandbox = self.host.spawn(argv, name="sandbox", log=log, how=Spawning(pipe=True))
             decode(Loaded, await self._asked("load", load_request(self.job), LOAD_S))
         answer: Outcomes = decode(Outcomes, await self._asked(method, request, deadline_s))
         return answer.outcomes[0]

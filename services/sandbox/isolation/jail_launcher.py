@@ -17,6 +17,7 @@ from common.base.clock import Clock
 from common.base.errors import MeshError, PeerLost
 from common.mesh.process.ends import limits as host_limits
 from common.mesh.process.host import Host
+from common.mesh.process.starting import Spawning
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
 from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
@@ -94,8 +95,7 @@ class JailLauncher:
                 [sys.executable, "-m", *self._command(theirs.fileno())],
                 name="zygote",
                 log=self._log,
-                own_session=True,
-                pass_fds=[theirs.fileno()],
+                how=Spawning(own_session=True, pass_fds=[theirs.fileno()]),
             )
         except BaseException:
             ours.close()

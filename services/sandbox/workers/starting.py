@@ -22,6 +22,7 @@ from common.base.host.settings import WITHOUT_SETTINGS
 from common.mesh.process.ends import limits as host_limits
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
+from common.mesh.process.starting import Spawning
 from services.sandbox.workers.calls import PoolFunctions, PoolLimits, unpacked_answer
 from services.sandbox.workers.worker import FORKED, LOADED, OK, OUT_OF_MEMORY
 
@@ -86,11 +87,13 @@ class WorkerStarter:
             name=f"sandbox worker of {self._job}",
             env=ENVIRONMENT | WITHOUT_SETTINGS,
             log=self._log,
-            own_session=True,
-            nice=self._limits.nice,
-            rlimits=self._limits.rlimits,
-            pipe=True,
-            guarded=True,
+            how=Spawning(
+                own_session=True,
+                nice=self._limits.nice,
+                rlimits=self._limits.rlimits,
+                pipe=True,
+                guarded=True,
+            ),
         )
         given = self._given
         setup = [given.directory, given.references, given.servers, given.closed]

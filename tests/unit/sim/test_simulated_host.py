@@ -10,6 +10,7 @@ import pytest
 from common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
 from common.base.random import Random
 from common.mesh.process.host import Host
+from common.mesh.process.starting import Spawning
 from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 
@@ -26,7 +27,9 @@ def test_a_process_is_a_task_with_a_channel_and_an_end() -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         host = SimulatedHost(clock, random, {"services.echo": echo})
         typed: Host = host
-        child = typed.spawn(["python", "-m", "services.echo", "!"], name="echo", pipe=True)
+        child = typed.spawn(
+            ["python", "-m", "services.echo", "!"], name="echo", how=Spawning(pipe=True)
+        )
         await child.send(b"a")
         assert await child.recv(1) == b"a!"
         with pytest.raises(DeadlineExceeded):
@@ -37,7 +40,9 @@ def test_a_process_is_a_task_with_a_channel_and_an_end() -> None:
         assert await child.wait(5) == -signal.SIGKILL
         with pytest.raises(PeerLost):
             await child.send(b"a")
-        failing = typed.spawn(["python", "-m", "services.echo", "!"], name="echo", pipe=True)
+        failing = typed.spawn(
+            ["python", "-m", "services.echo", "!"], name="echo", how=Spawning(pipe=True)
+        )
         await failing.send(b"fail")
         assert await failing.wait(5) == 1
         with pytest.raises(NotFound):

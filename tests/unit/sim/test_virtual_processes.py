@@ -11,6 +11,7 @@ import structlog
 
 from common.base.errors import PeerLost
 from common.base.random import Random
+from common.mesh.process.starting import Spawning
 from sim.loop import VirtualLoop
 from sim.machine import Machine, ProcessHost, VirtualChild
 from sim.mesh.running import run_in
@@ -54,7 +55,7 @@ def talker(said: list[str]) -> Callable[[VirtualProcess, list[str]], Awaitable[N
 async def parent(process: VirtualProcess, argv: list[str]) -> None:
     host = ProcessHost(process)
     host.spawn(["talker"], name="tied")
-    host.spawn(["talker"], name="free", die_with_parent=False)
+    host.spawn(["talker"], name="free", how=Spawning(die_with_parent=False))
     await process.machine.clock.sleep(900.0)
 
 

@@ -18,6 +18,7 @@ from common.base.errors import NotFound, Refused
 from common.mesh.process.ends.failure import Failure
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
+from common.mesh.process.starting import Spawning
 from common.mesh.process.supervision.restarts import FIRST_DELAY_S, LONGEST_DELAY_S, Restarts
 
 CHECK_S = 0.5  # how often a running child's lease is looked at
@@ -199,9 +200,9 @@ class Supervisor:
             name=spec.name,
             env=spec.env,
             log=spec.log,
-            own_session=spec.own_session,
-            die_with_parent=spec.die_with_parent,
-            nice=spec.nice,
+            how=Spawning(
+                own_session=spec.own_session, die_with_parent=spec.die_with_parent, nice=spec.nice
+            ),
         )
 
     async def _restart(self, running: _RunningChild) -> None:

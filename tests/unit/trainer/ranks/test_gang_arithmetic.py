@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from services.trainer.arithmetic.learner import Learner, add
 from tests.load import scaled
 from tests.unit.trainer.ranks.batches_under_test import (
@@ -39,7 +40,7 @@ async def run_ranks(directory: Path, ranks: int, variant: str) -> None:
             "PYTHONPATH": str(HERE.parents[3]),
         },
         log=log,
-        own_session=True,
+        how=Spawning(own_session=True),
     )
     try:
         assert await child.wait(scaled(200.0)) == 0, log.read_text()[-4000:]

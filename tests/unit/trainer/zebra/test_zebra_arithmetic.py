@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.sharding.rows import cut
 from services.trainer.zebra.owners import ZebraOwners
@@ -30,7 +31,7 @@ async def run_ranks(directory: Path, name: str) -> None:
         name="ranks",
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[3])},
         log=log,
-        own_session=True,
+        how=Spawning(own_session=True),
     )
     try:
         assert await child.wait(scaled(200.0)) == 0, log.read_text()[-4000:]

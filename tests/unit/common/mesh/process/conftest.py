@@ -11,6 +11,7 @@ import pytest
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from tests.nursery import wait_until_listening
 
 Open = Callable[..., SystemChild]
@@ -28,7 +29,7 @@ def open_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
             name="nursery",
             env={NURSERY_ENV: OFF},
             log=tmp_path / "nursery.log",
-            own_session=True,
+            how=Spawning(own_session=True),
         )
         children.append(child)
         wait_until_listening(child, socket)

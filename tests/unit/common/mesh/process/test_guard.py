@@ -16,6 +16,7 @@ from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import SystemChild, start_time
 from common.mesh.process.host import SystemHost
 from common.mesh.process.output.log_bounds import BURST, RATE
+from common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import ended, module, python
 from tests.unit.common.mesh.process.test_nursery import Open
@@ -57,11 +58,13 @@ OWNER = """
     import asyncio, sys
     from pathlib import Path
     from common.mesh.process.host import SystemHost
+    from common.mesh.process.starting import Spawning
 
     async def main():
         argv = [sys.executable, "-m", "orphans", sys.argv[1]]
         log = Path(sys.argv[2])
-        child = SystemHost().spawn(argv, name="code", log=log, pipe=True, guarded=True)
+        how = Spawning(pipe=True, guarded=True)
+        child = SystemHost().spawn(argv, name="code", log=log, how=how)
         await asyncio.sleep(3600)
 
     asyncio.run(main())
@@ -98,7 +101,11 @@ async def test_nothing_that_guarded_code_started_outlives_it(tmp_path: Path, way
     for how, code in ((b"crash", -signal.SIGSEGV), (b"exit", 5), (b"kill", -signal.SIGKILL)):
         pids, log = tmp_path / how.decode(), tmp_path / "log"
         child = SystemHost().spawn(
-            python("orphans", str(pids)), name="c", env=env, log=log, pipe=True, guarded=True
+            python("orphans", str(pids)),
+            name="c",
+            env=env,
+            log=log,
+            how=Spawning(pipe=True, guarded=True),
         )
         left = await orphans(pids)
         usage = child.usage()
@@ -123,7 +130,10 @@ async def test_guarded_code_ends_with_its_owner_and_with_a_killed_guard(
     assert all([await ended(pid) for pid in left]), way
 
     child = SystemHost().spawn(
-        python("orphans", str(tmp_path / "more")), name="c", env=env, pipe=True, guarded=True
+        python("orphans", str(tmp_path / "more")),
+        name="c",
+        env=env,
+        how=Spawning(pipe=True, guarded=True),
     )
     await orphans(tmp_path / "more")
     assert child.usage() is not None
@@ -140,7 +150,9 @@ async def test_error_of_guarded_code_is_found_though_it_ended_before_its_pid_was
 ) -> None:
     env, log = module(tmp_path, "raises", "raise ValueError('at import')"), tmp_path / "log"
     host = SystemHost()
-    child = host.spawn(python("raises"), name="r", env=env, log=log, pipe=True, guarded=True)
+    child = host.spawn(
+        python("raises"), name="r", env=env, log=log, how=Spawning(pipe=True, guarded=True)
+    )
     assert await child.wait(scaled(20)) == 1
     failure = host.failure_of(child.pid, log, 1)
     assert failure is not None and failure.text == "at import", way
@@ -153,7 +165,9 @@ async def test_output_of_guarded_code_is_bounded_and_the_drop_is_noted(
     log = tmp_path / "log"
     env = module(tmp_path, "prints", PRINTS)
     begun = asyncio.get_running_loop().time()
-    child = SystemHost().spawn(python("prints"), name="p", env=env, log=log, guarded=True)
+    child = SystemHost().spawn(
+        python("prints"), name="p", env=env, log=log, how=Spawning(guarded=True)
+    )
     assert await child.wait(scaled(30)) == 0
     took_s = asyncio.get_running_loop().time() - begun
     content = log.read_bytes()

@@ -11,6 +11,7 @@ import pytest
 from common.mesh.process.ends import limits
 from common.mesh.process.ends.failure import Failure
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import module, python
 
@@ -45,7 +46,7 @@ async def run(tmp_path: Path, name: str, code: str, rlimits: dict[str, int]) -> 
     """The failure of a module that runs under these limits."""
     host, log = SystemHost(), tmp_path / f"{name}.log"
     env = module(tmp_path, name, code)
-    child = host.spawn(python(name), name=name, env=env, log=log, rlimits=rlimits)
+    child = host.spawn(python(name), name=name, env=env, log=log, how=Spawning(rlimits=rlimits))
     ended = await child.wait(scaled(60.0))
     assert ended, log.read_text()
     return host.failure_of(child.pid, log, ended)

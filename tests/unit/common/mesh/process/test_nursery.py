@@ -20,6 +20,7 @@ from common.mesh.process.forking.birth import NURSERY_ENV
 from common.mesh.process.forking.nursery import listening
 from common.mesh.process.handle import UNKNOWN_EXIT, SystemChild, start_time
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.nursery import wait_until_listening
 from tests.unit.common.mesh.process.modules import ended, module, python, written
@@ -75,7 +76,7 @@ async def test_it_is_what_a_fresh_interpreter_would_be(
     monkeypatch.setenv("MESHRL_TEST", "changed")
     before = os.umask(0o002)
     try:
-        seen = await shown(tmp_path, nice=1, env={"MESHRL_OTHER": "1"})
+        seen = await shown(tmp_path, how=Spawning(nice=1), env={"MESHRL_OTHER": "1"})
         again = await shown(tmp_path)
     finally:
         os.umask(before)
@@ -187,6 +188,7 @@ OWNER = """
     import sys, time
     from pathlib import Path
     from common.mesh.process.host import SystemHost
+    from common.mesh.process.starting import Spawning
     child = SystemHost().spawn([sys.executable, "-m", sys.argv[2]], name="child")
     Path(sys.argv[1]).write_text(f"{child.pid}\\n")
     time.sleep(60)
@@ -221,7 +223,11 @@ async def test_it_dies_with_its_owner_and_not_with_the_nursery(
 
 async def test_a_worker_outlives_its_owner(tmp_path: Path, open_nursery: Open) -> None:
     open_nursery()
-    env = module(tmp_path, "owner", OWNER.replace('"child")', '"child", die_with_parent=False)'))
+    env = module(
+        tmp_path,
+        "owner",
+        OWNER.replace('"child")', '"child", how=Spawning(die_with_parent=False))'),
+    )
     module(tmp_path, "sleeps", "import time; time.sleep(60)")
     note = tmp_path / "pid"
     owner = SystemHost().spawn(python("owner", str(note), "sleeps"), name="owner", env=env)
@@ -309,7 +315,7 @@ async def test_the_path_of_a_nursery_may_be_long(
     nursery = SystemHost().spawn(
         python("common.mesh.process.forking.nursery", str(place / "socket")),
         name="nursery",
-        own_session=True,
+        how=Spawning(own_session=True),
     )
     monkeypatch.setenv(NURSERY_ENV, str(place / "socket"))
     wait_until_listening(nursery, place / "socket")

@@ -15,6 +15,7 @@ from common.base.host.settings import MESH_ENV
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import start_time
 from common.mesh.process.host import SystemHost
+from common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import ended, module, python
 
@@ -67,7 +68,11 @@ async def test_limits_and_niceness_hold_in_the_child(tmp_path: Path) -> None:
     log = tmp_path / "log"
     before = os.nice(0)
     child = SystemHost().spawn(
-        python("shows"), name="shows", env=env, log=log, nice=3, rlimits={"NOFILE": 77}
+        python("shows"),
+        name="shows",
+        env=env,
+        log=log,
+        how=Spawning(nice=3, rlimits={"NOFILE": 77}),
     )
     assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text().split() == [str(before + 3), "77"]
@@ -77,8 +82,9 @@ PARENT = """
     import asyncio, sys, time
     from pathlib import Path
     from common.mesh.process.host import SystemHost
+    from common.mesh.process.starting import Spawning
     host = SystemHost()
-    child = host.spawn(sys.argv[2:], name="grandchild", own_session=True)
+    child = host.spawn(sys.argv[2:], name="grandchild", how=Spawning(own_session=True))
     Path(sys.argv[1]).write_text(str(child.pid))
     time.sleep(60)
 """
@@ -120,7 +126,7 @@ async def test_a_process_whose_death_pipe_closes_ends_though_its_parent_lives(
 async def test_a_session_leaves_nothing_behind_when_its_leader_ends(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {note}; exit 0"
-    child = SystemHost().spawn(["/bin/sh", "-c", script], name="sh", own_session=True)
+    child = SystemHost().spawn(["/bin/sh", "-c", script], name="sh", how=Spawning(own_session=True))
     assert await child.wait(scaled(SOON_S)) == 0
     assert await ended(int(note.read_text()))
 
@@ -136,7 +142,7 @@ ECHO = """
 
 async def test_frames_pass_both_ways_whatever_their_size(tmp_path: Path) -> None:
     env = module(tmp_path, "echo", ECHO)
-    child = SystemHost().spawn(python("echo"), name="echo", env=env, pipe=True)
+    child = SystemHost().spawn(python("echo"), name="echo", env=env, how=Spawning(pipe=True))
     for frame in (b"", b"abc", bytes(range(256)) * 4000):
         await child.send(frame)
         assert await child.recv(scaled(SOON_S)) == frame[::-1]
@@ -154,7 +160,7 @@ async def test_a_frame_that_cannot_be_one_is_a_typed_error(tmp_path: Path) -> No
         import time; time.sleep(60)
     """
     env = module(tmp_path, "garbage", garbage)
-    child = SystemHost().spawn(python("garbage"), name="garbage", env=env, pipe=True)
+    child = SystemHost().spawn(python("garbage"), name="garbage", env=env, how=Spawning(pipe=True))
     with pytest.raises(BadMessage):
         await child.recv(scaled(SOON_S))
     child.kill()
@@ -261,7 +267,11 @@ async def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> Non
     env = module(tmp_path, "fills", FULL_DISK)
     path, log = tmp_path / "segment", tmp_path / "log"
     child = SystemHost().spawn(
-        python("fills", str(path)), name="fills", env=env, log=log, rlimits={"FSIZE": 1000}
+        python("fills", str(path)),
+        name="fills",
+        env=env,
+        log=log,
+        how=Spawning(rlimits={"FSIZE": 1000}),
     )
     assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text() == "StorageFull 600\n"
