@@ -19,7 +19,7 @@ LOOK_S = 5.0  # between looks whether bytes have moved
 LONGEST_S = 30 * 86400.0  # of a piece of work that moves bytes; what stalls ends it
 
 
-class Progress:
+class TaskProgress:
     """What a piece of work has done: its thread counts bytes, the loop looks at them."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Errands:
         self._mesh, self._answer_s, self._stall_s = mesh, answer_s, stall_s
         self._running: dict[Hashable, asyncio.Task[Any]] = {}
 
-    async def joined(self, key: Hashable, work: Callable[[Progress], T], what: str) -> T | None:
+    async def joined(self, key: Hashable, work: Callable[[TaskProgress], T], what: str) -> T | None:
         """The result of `work`, which is done once for all who ask by one `key` meanwhile; None
         while it goes on: ask again. MeshError when it stands still, and what it raises.
         """
@@ -72,8 +72,8 @@ class Errands:
         if self._running.get(key) is task:
             del self._running[key]
 
-    async def _done(self, work: Callable[[Progress], T], what: str) -> T:
-        progress, clock = Progress(), self._mesh.clock
+    async def _done(self, work: Callable[[TaskProgress], T], what: str) -> T:
+        progress, clock = TaskProgress(), self._mesh.clock
         run = self._mesh.host.run_blocking(work, progress, deadline_s=LONGEST_S)
         running = asyncio.ensure_future(run)
         seen, since = 0, clock.monotonic()

@@ -64,7 +64,7 @@ from common.weights.layout.manifest import joined, packed, unpacked
 from common.weights.store.weight_store import WHY
 from services.weights import home
 from services.weights.deltas import DeltaSets, WithDeltas
-from services.weights.errands import Errands, Progress
+from services.weights.errands import Errands, TaskProgress
 from services.weights.keeping.records import IO_S, JOBS, JobRecords
 from services.weights.keeping.retention import Number
 from services.weights.keeping.sweeping import Sweeper, SweepPace
@@ -295,7 +295,7 @@ class WeightStore(WithDeltas):
         row = await jobs.job(self.mesh.state, request.job)
         path = _path(row, request.name)
 
-        def lay_out(moved: Progress) -> LaidOut:
+        def lay_out(moved: TaskProgress) -> LaidOut:
             home.lay_out(self.chunks, path, request.files, moved)
             return LaidOut()
 
@@ -345,7 +345,7 @@ class WeightStore(WithDeltas):
             _path(row, request.checkpoint)
         chunks, checkpoint, below = self.chunks, request.checkpoint, request.below
 
-        def publish(moved: Progress) -> Published:
+        def publish(moved: TaskProgress) -> Published:
             return Published(home.publish(chunks, row, checkpoint, below, moved))
 
         key = "publish", row.run_dir, row.since_ms, checkpoint, *below
@@ -358,7 +358,7 @@ class WeightStore(WithDeltas):
         row, lines = await jobs.job(self.mesh.state, request.job), request.lines.encode()
         key = request.job, row.since_ms, request.file
 
-        def keep(_: Progress) -> LinesKept:
+        def keep(_: TaskProgress) -> LinesKept:
             if self._kept.get(key) != request.op:
                 home.keep_lines(self.mesh.host, row, request.file, lines)
                 self._kept.pop(key, None)

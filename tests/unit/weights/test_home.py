@@ -22,7 +22,7 @@ from common.records.checkpoints import digests_below
 from common.state import events, jobs
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store.weight_store import lay_out
-from services.weights.errands import ANSWER_S, STALL_S, Errands, Progress
+from services.weights.errands import ANSWER_S, STALL_S, Errands, TaskProgress
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.redis.state import simulated_state
@@ -139,7 +139,7 @@ class SlowDisk(SimulatedHost):
     pauses: tuple[float, ...] = ()
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        for pause_s in self.pauses if args and isinstance(args[0], Progress) else ():
+        for pause_s in self.pauses if args and isinstance(args[0], TaskProgress) else ():
             await asyncio.sleep(pause_s)
             args[0](1)
         return fn(*args)
@@ -154,7 +154,7 @@ def test_a_copy_may_take_as_long_as_its_bytes_move(tmp_path: Path) -> None:
         disk.pauses = (0.9 * STALL_S,) * 4
         asked = 0
 
-        def count_bytes(moved: Progress) -> int:
+        def count_bytes(moved: TaskProgress) -> int:
             done.append(moved.bytes)
             return 1
 
@@ -174,7 +174,7 @@ def test_a_copy_may_take_as_long_as_its_bytes_move(tmp_path: Path) -> None:
 def test_a_thread_that_nobody_waits_for_ends_at_its_next_block(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.write_bytes(b"x" * 100)
-    given_up = Progress()
+    given_up = TaskProgress()
     given_up.over = True
     shared = Path("/dev/shm")
     if not shared.is_dir() or shared.stat().st_dev == tmp_path.stat().st_dev:
@@ -184,7 +184,7 @@ def test_a_thread_that_nobody_waits_for_ends_at_its_next_block(tmp_path: Path) -
         with pytest.raises(MeshError, match="given up"):
             chunks.take_in(source, "0" * 64, given_up)
         assert not chunks.has("0" * 64) and not list(chunks.directory.glob("*/.*"))
-        chunks.take_in(source, "0" * 64, progress := Progress())
+        chunks.take_in(source, "0" * 64, progress := TaskProgress())
         assert chunks.path("0" * 64).read_bytes() == b"x" * 100 and progress.bytes == 100
     finally:
         for path in sorted(chunks.directory.rglob("*"), reverse=True):
