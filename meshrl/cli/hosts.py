@@ -256,7 +256,7 @@ app.add_typer(keys, name="keys", rich_help_panel="Hosts")
 
 @keys.callback()
 def _keys(context: typer.Context, json: AsJson = False, mesh: MeshOption = None) -> None:
-    """Shows whose keys a mesh of several hosts lets in.
+    """Shows whose keys a mesh lets in.
 
     Examples:
 

@@ -90,7 +90,7 @@ def up(
     """Starts a mesh in the background, for jobs that are submitted to it.
 
     With --listen it writes a token by which another host joins, with `meshrl join`: every
-    connection is encrypted then, and each process known by a key of its own.
+    connection is encrypted then.
 
     $MESHRL_REDIS_URL names a Redis to use instead of an embedded one, or a file with its URL.
 

@@ -163,7 +163,10 @@ class MeshSettings:
         where = str(path)
         try:
             refuse_shared(path)
-            return cls(**documents.decode(path.read_bytes(), where))
+            found = documents.decode(path.read_bytes(), where)
+            if "doors" in found:  # its name in files that earlier versions wrote
+                found["joinable"] = found.pop("doors") == "process"
+            return cls(**found)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"unusable settings: {error}", where=where) from None
 

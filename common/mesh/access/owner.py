@@ -1,5 +1,6 @@
-"""What the owner of a mesh whose processes each have a key of their own has beside them: the mesh's
-master secret, in a file for the owner's eyes. No process that the mesh starts is told where it is.
+"""The master secret of a mesh that hosts may join, in a file for the owner's eyes.
+
+No process that the mesh starts is told where it is.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0  # for Redis to tell whose a key is: a peer waits behind
 LEAVE_S = 2.0  # what is not taken away is removed later
-AGAIN_S = 120.0  # between two times that a process without a lease shows its key
+AGAIN_S = 10.0  # between two times that a process without a lease shows its key
 SHOWN = 8  # digits of a key in an error
 MOST_SAID = 3  # holders of one
 LOOKS = 5  # for so many questions, one after the other, whoever waits has patience
@@ -95,8 +95,8 @@ class Doorway:
         once it was revoked.
         """
         if self._clock.monotonic() - self._shown_at > AGAIN_S:
-            self._shown_at = self._clock.monotonic()
             await doors.enter(self._state, self.row)
+            self._shown_at = self._clock.monotonic()
 
     def doubt(self, address: str) -> None:
         """The process at `address` and this one do not get on: whose both keys are is asked again

@@ -135,7 +135,7 @@ class Mesh:
         """
         if not settings.secret:
             raise ConfigError(
-                "the settings hold no secret, by which processes of a mesh know each other",
+                "the settings hold no secret, from which passwords of a mesh are derived",
                 where="settings.json",
                 fix="Start the mesh anew with `meshrl up` or `meshrl run`, which makes one",
             )
@@ -150,7 +150,7 @@ class Mesh:
             state = await State.open(settings.redis_as(kind))
             opened.push_async_callback(state.close)
             if not settings.joinable:  # else the head alone admits hosts
-                await doors.admit_host(state, settings.host)
+                await doors.admit_first(state, settings.host)
             # The key is registered before the transport answers peers, who look it up.
             client = sync_client(settings.redis_as(kind), LOOK_S)
             doorway = await Doorway.enter(name, kind, settings.host, state, client, clock)
@@ -181,6 +181,11 @@ class Mesh:
     def log(self) -> Any:
         """This process's log: `mesh.log.warning("what", key=value)`."""
         return self.telemetry.log
+
+    @property
+    def silent_at(self) -> float:
+        """When Redis, which knows the keys of processes, last did not answer."""
+        return self._directory.silent_at
 
     @property
     def token(self) -> int:

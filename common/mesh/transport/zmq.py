@@ -195,7 +195,7 @@ class ZmqTransport:
         return link
 
     def owner(self, peer: Peer) -> str | Peer:
-        """The key that it has proved, where each process has one; else the peer itself."""
+        """The key that it has proved if it is a process of the mesh, else the peer itself."""
         return self._router.owners.get(peer, peer)
 
     def forget(self, address: str) -> None:

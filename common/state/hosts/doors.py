@@ -1,4 +1,4 @@
-"""The doors of a mesh whose processes have a key each: whose key is let in, as what, from where.
+"""The doors of a mesh: whose key is let in, as what, from where.
 
 Redis keeps a hash for each role of each host, which only that host's user of that role may write:
 to stand there is to have proved both. Keys are public halves, in hexadecimal digits.
@@ -33,12 +33,14 @@ async def admit_host(state: State, host: str) -> bool:
     return bool((await state.run("admit_host", [MESH], {"host": host}))["new"])
 
 
+async def admit_first(state: State, host: str) -> None:
+    """Let in keys of this host if no host's are let in yet, as in a mesh without a launcher."""
+    await state.run("admit_host", [MESH], {"host": host, "first": True})
+
+
 async def admit_alone(state: State, host: str) -> None:
-    """Let in keys of this host and of no other: the mesh is one host's, or begins so."""
-    for other in await hosts(state):
-        if other != host:
-            await revoke_host(state, other)
-    await admit_host(state, host)
+    """Let in keys of this host and of no other: a mesh of one host begins."""
+    await state.run("admit_host", [MESH], {"host": host, "alone": True, "roles": _ROLES})
 
 
 async def hosts(state: State) -> list[str]:

@@ -105,7 +105,7 @@ SCRIPTS: Mapping[str, KeyRights] = {
     "withdraw": _DOORS,
     "who": _DOORS,
     "door_rows": _DOORS,
-    "admit_host": _mesh(both="admitted"),
+    "admit_host": _mesh(both="admitted door:* doors"),
     "revoke": _mesh(both="admitted door:* doors revoked") | _TOLD,
     # leaders
     "campaign": _mesh(both="leader:*") | _TOKENS | _TOLD,

@@ -319,7 +319,8 @@ class BulkClient:
                 raise
             if len(self._refused_since) >= REMEMBERED:
                 self._refused_since.clear()
-            if now - self._refused_since.setdefault(entry.incarnation, now) > REFUSED_S:
+            since = self._refused_since.setdefault(entry.incarnation, now)
+            if now - max(since, self._mesh.silent_at) > REFUSED_S:
                 raise WrongKeys(error.message, where=error.where, fix=error.fix) from error
             raise
         self._refused_since.pop(entry.incarnation, None)

@@ -33,7 +33,7 @@ COMMIT_S = 600.0  # for a disk to take what is left of a large file
 TURN_S = 0.2  # how often the thread looks whether it should end
 PROOF_S = 5.0  # in which a client has proved who it is: one round trip, on a busy host too
 CONNECTIONS = 256
-USER_CONNECTIONS = 64  # of one process, where each has a key; each has one request at a time
+USER_CONNECTIONS = 64  # of one process; each has one request at a time
 STRANGERS = 64  # connections without a proof yet; one makes room for the next
 PAUSE_S = 0.5  # without accepting when no descriptors are left
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -213,7 +213,7 @@ class BulkServer:
 
     def _has_room_for(self, client: Serving) -> bool:
         own = sum(c.proven and c.user == client.user for c in self._clients.values())
-        if not client.user or own <= USER_CONNECTIONS:
+        if own <= USER_CONNECTIONS:
             return True
         self.refused["bulk_crowd"] += 1
         return False

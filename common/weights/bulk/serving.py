@@ -100,12 +100,11 @@ class Serving:
         public = proof.whose((yield from self._channel.whole(proof.hello_bytes)))
         if public is None:
             return
-        if public:
-            self.told = True
-            user = yield from self._errand(KEYS, lambda: self._door.user_of(public))
-            if not isinstance(user, str):  # nobody, or nobody knows now
-                return
-            self.user = user
+        self.told = True
+        user = yield from self._errand(KEYS, lambda: self._door.user_of(public))
+        if not isinstance(user, str):  # nobody, or nobody knows now
+            return
+        self.user = user
         yield from self._channel.send(proof.challenge())
         self.proven = proof.proven((yield from self._channel.whole(proof.proof_bytes)))
         if self.proven and proof.ciphers is not None:

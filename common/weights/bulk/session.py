@@ -40,7 +40,10 @@ REQUEST = struct.Struct("<cB32sQQQ")
 ANSWER = struct.Struct("<BQQ")  # OK or FAILED, size of the whole chunk, length of what follows
 POSITION = struct.Struct("<Q")
 OK, FAILED = 0, 1
-FIX = "It is of another mesh, or of another start of this one: stop it with `meshrl down`"
+FIX = (
+    "It is of another mesh (`meshrl down` stops what is left), one of the keys was revoked "
+    "(`meshrl keys` lists whose are let in), or Redis has just not answered whose they are"
+)
 _POLLED = {selectors.EVENT_READ: select.POLLIN, selectors.EVENT_WRITE: select.POLLOUT}
 
 

@@ -97,7 +97,9 @@ KINDS: Mapping[str, Callable[[Random], bytes]] = {
     "bulk_hello": bulk_hello,
     "cut_bulk_hello": lambda r: bulk_hello(r)[: r.randint(1, ServerHandshake.hello_bytes - 1)],
     "bulk_hello_then_requests": bulk_requests,
-    "other_bulk": lambda r: r.choice((b"MRB0", b"MRB1", b"MRB3", b"MRB9")) + r.randbytes(128),
+    "other_bulk": lambda r: (
+        r.choice((b"MRB0", b"MRB1", b"MRB2", b"MRB3", b"MRB9")) + r.randbytes(128)
+    ),
     "http_noise": lambda r: r.choice(METHODS) + b" " + r.randbytes(40) + b" HTTP/1.1\r\n\r\n",
     "http_long_line": lambda r: b"GET /" + b"a" * LARGE,
     "http_many_headers": lambda r: b"GET / HTTP/1.1\r\n" + HEADERS,

@@ -119,6 +119,18 @@ async def test_all_keys_are_listed_with_the_names_of_their_processes(
     ]
 
 
+async def test_a_mesh_of_one_host_lets_in_no_other_host(state: State, asked: SyncClient) -> None:
+    await doors.admit_first(state, OTHER)  # somebody is let in already
+    assert await doors.hosts(state) == [HOST]
+    await doors.admit_host(state, OTHER)
+    await doors.enter(state, Row("worker", OTHER, KEY, "worker/w0"))
+    await doors.admit_alone(state, HOST)
+    assert await doors.hosts(state) == [HOST] and doors.who(asked, [KEY]) == [()]
+    await doors.admit_first(state, OTHER)
+    with pytest.raises(Refused):
+        await doors.enter(state, Row("worker", OTHER, KEY, "worker/w0"))
+
+
 async def test_keys_of_processes_that_are_gone_do_not_stay_for_ever(simulated: Bench) -> None:
     state = simulated.state
     await doors.admit_host(state, HOST)

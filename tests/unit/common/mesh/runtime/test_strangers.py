@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,7 @@ from common.mesh.runtime.calls.serving import MAX_OF_ONE
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.mesh.runtime.seams import Access, Seams, Terms
 from common.mesh.transport.address import endpoint_of
-from common.mesh.transport.keys import ProcessKeys
+from common.mesh.transport.keys import KeyPair, ProcessKeys
 from common.mesh.transport.zmq import ZmqTransport
 from common.mesh.wire.frames import CALL, pack_header, unpack_error
 from common.state import registry
@@ -117,10 +118,21 @@ class Caller:
         return unpack_error(answer[2 + int.from_bytes(answer[:2], "little") :])
 
 
+class WrongServer(ProcessKeys):
+    """Keys that take every server for another one."""
+
+    def asked(self, address: str) -> bytes:
+        return KeyPair.new().public
+
+
 @pytest.mark.parametrize(
     ("keys", "why"),
-    [(None, "handshake"), (keys_of("rollout", OTHER), "keys")],
-    ids=["no keys", "another mesh's keys"],
+    [
+        (None, "handshake"),
+        (keys_of("rollout", OTHER), "keys"),
+        (WrongServer(lambda asked: [], time.monotonic), "handshake"),
+    ],
+    ids=["no keys", "another mesh's keys", "another server's key"],
 )
 async def test_a_stranger_is_not_answered(
     guarded: Guarded, keys: ProcessKeys | None, why: str

@@ -211,14 +211,20 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
         known.asking(address, "tcp://127.0.0.2:1").hello(),
         right[:-1] + bytes([right[-1] ^ 1]),
     ]
-    request = REQUEST.pack(GET, 0, bytes.fromhex(port.digest), 0, 1 << 20, 0)
+    digest = bytes.fromhex(port.digest)
+    requests = [REQUEST.pack(verb, 0, digest, 0, 1 << 20, 1 << 20) for verb in (GET, PUT, HAS)]
+    before = {
+        path: path.read_bytes() for path in port.chunks.directory.rglob("*") if path.is_file()
+    }
     for hello in hellos:
-        with port.connect() as connection:
-            connection.sendall(hello + bytes(16) + request)
-            with suppress(OSError):  # it has hung up already
-                connection.shutdown(socket.SHUT_WR)
-            assert all_of(connection) == b"", hello[:4]
-    assert port.asked <= 1 + len(hellos)
+        for request in requests:
+            with port.connect() as connection:
+                with suppress(OSError):  # it has hung up already
+                    connection.sendall(hello + bytes(16) + request + bytes(200))
+                    connection.shutdown(socket.SHUT_WR)
+                assert all_of(connection) == b"", hello[:4]
+    found = {path: path.read_bytes() for path in port.chunks.directory.rglob("*") if path.is_file()}
+    assert found == before and port.asked <= 1 + len(requests) * len(hellos)
 
 
 @pytest.mark.parametrize("who", ["a stranger", "a server with another key"])
