@@ -1,5 +1,5 @@
 """The command line and what it does, which is all that users of a mesh call, and `Client`, which is
-the same for Python. Open `cli/runs.py` first.
+the same for Python, with the errors that it raises. Open `cli/runs.py` first.
 """
 
 from __future__ import annotations
@@ -7,15 +7,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from common.base.errors import (
+        ConfigError,
+        DeadlineExceeded,
+        MeshError,
+        NotFound,
+        Refused,
+        StateUnavailable,
+    )
     from meshrl.client.client import Client
 
-__all__ = ["Client"]
+__all__ = [
+    "Client",
+    "ConfigError",
+    "DeadlineExceeded",
+    "MeshError",
+    "NotFound",
+    "Refused",
+    "StateUnavailable",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """`Client` is imported when it is asked for: `import meshrl` stays cheap."""
+    """Import `Client` and errors when they are used: `import meshrl` stays cheap."""
     if name == "Client":
         from meshrl.client.client import Client
 
         return Client
+    if name in __all__:
+        from common.base import errors
+
+        return getattr(errors, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,12 +33,14 @@ from common.mesh.process.host import SystemHost
 from common.mesh.process.starting import Spawning
 from common.mesh.runtime.mesh import MeshSettings
 from common.state import registry
-from common.state.redis.client import State
+from common.state.redis.client import State, asked_once, sync_client
+from common.state.redis.keys import MESH
 from loadtests.measuring.meshed import ROOT, START_S, redis
 from loadtests.weights.network import Links
 
 ORDER_S = 900.0
 LOOK_S = 0.02
+ADMIT_S = 10.0  # for Redis to take the name of a host
 FORKED = (
     "services.weights.store",
     "services.engine.running",
@@ -182,6 +184,8 @@ class Scene:
         path = self.root(host) / "settings.json"
         if more or not path.exists():
             self.root(host).mkdir(exist_ok=True)
+            with contextlib.closing(sync_client(self._url, ADMIT_S)) as client:
+                asked_once(client, "admit_host", [MESH], {"host": f"h{host}"})
             bound = {"bind": self.links.bind(host)} if self.links is not None else {}
             MeshSettings(
                 redis_url=self._url,

@@ -27,6 +27,7 @@ from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh
 from common.state import events, groups, jobs, registry
+from common.state.hosts import doors
 from common.state.pool.workers.rows import Apart
 from common.state.redis import embedded
 from common.state.redis.client import State
@@ -80,6 +81,8 @@ class ElasticMesh:
                     break
                 except StateUnavailable:
                     await asyncio.sleep(0.05)
+        for host in ("here", "there"):
+            await doors.admit_host(self.state, host)
         self.run("weights", "services.weights", [])
         self.mesh = await Mesh.open("test", "trainer", settings)
         self.mesh.start()

@@ -52,7 +52,7 @@ def _job(row: JobRow, mesh: MeshSnapshot, rolled_out_s: float) -> JobFrame:
     engines = [e for e in mesh.entries if e.alive and e.kind == "engine" and owner(e) == row.id]
     stands = row.ended or bool(row.held)
     rewards = tuple(float(step["reward"]) for step in rows)
-    quiet_s = quiet_ms(row, mesh.now_ms) / 1000
+    quiet_s = quiet_ms(row, mesh.renewed_ms) / 1000
     return JobFrame(
         job=row.id,
         phase=row.phase.value,
@@ -61,7 +61,7 @@ def _job(row: JobRow, mesh: MeshSnapshot, rolled_out_s: float) -> JobFrame:
         error=row.error,
         step=row.steps_done,
         steps=int(row.document["budget"]["steps"]),
-        steps_per_min=None if stands else steps_per_min(_committed(rows), mesh.now_ms),
+        steps_per_min=None if stands else steps_per_min(_committed(rows), mesh.renewed_ms),
         reward=rewards[-1] if rewards else None,
         rewards=rewards,
         workers=len(mesh.workers_of(row.id)),

@@ -174,7 +174,7 @@ def evaluation(row: dict[str, Any]) -> Evaluation:
 
 def _quiet(reading: RunReading) -> str:
     """That the job has made no progress for long; empty while it does."""
-    since_s = quiet_ms(reading.job, reading.mesh.now_ms) / 1000
+    since_s = quiet_ms(reading.job, reading.mesh.renewed_ms) / 1000
     if not since_s:
         return ""
     return f"for {since_s:.0f} s {no_progress(reading.job)}. `meshrl status --stalled` says more."

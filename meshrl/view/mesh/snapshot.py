@@ -54,6 +54,11 @@ class MeshSnapshot:
         return [row for row in self.jobs if not row.ended]
 
     @property
+    def renewed_ms(self) -> float:
+        """When a process last renewed its lease: nothing is late while none does."""
+        return max((entry.renewed_ms for entry in self.entries), default=0)
+
+    @property
     def residents(self) -> list[tuple[Gang, Resident]]:
         """All residents, with their gangs."""
         return [(gang, resident) for gang in self.gangs for resident in gang.residents]

@@ -21,7 +21,7 @@ from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.hosts.hosting import HostShape
 from tests.load import scaled
-from tests.mesh.hosts.joining import END_S, JoinedHost
+from tests.mesh.hosts.joining import END_S, JoinedHost, admit
 from tests.mesh.running import ROOT
 
 
@@ -38,6 +38,7 @@ class HiddenHost(JoinedHost):
         )
         assert str(seen) in url, url
         host = f"{place.root.name}-1"
+        admit(mesh, host)
         settings = replace(mesh.settings, host=host, run_root=str(place.root), redis_url=url)
         settings.to_file(place.settings)
         HostShape(workers=workers, prefix=prefix).write(place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from typing import TypeVar
 
 from common.base.host.settings import REDIS_ENV, MeshSettings
 from common.state import jobs
+from common.state.redis.client import asked_once, sync_client
+from common.state.redis.keys import MESH
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
 from meshrl.launch.head.launcher import Launcher
@@ -71,11 +74,18 @@ class JoinedHost:
         return "\n".join(f"--- {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in logs)
 
 
+def admit(mesh: Launcher, host: str) -> None:
+    """Let in the keys of a host, as the head does when one joins."""
+    with contextlib.closing(sync_client(mesh.settings.redis_url, scaled(WITHIN_S))) as client:
+        asked_once(client, "admit_host", [MESH], {"host": host})
+
+
 def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
     """A host that shares the mesh's secret and reaches its Redis, with one worker."""
     place = MeshPlace(root)
     place.directory.mkdir(parents=True, mode=0o700)
     settings = replace(mesh.settings, host=f"{root.name}-1", run_root=str(root))
+    admit(mesh, settings.host)
     settings.to_file(place.settings)
     HostShape(workers=1, prefix=prefix).write(place)
     return JoinedHost(place)
