@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.generation.builtin.build import build
 from common.generation.contract import Request
+from common.mesh.transport.address import endpoint_of
 from common.state import registry
 from loadtests.weights import models
 from loadtests.weights.members.serving import PROMPT
@@ -103,7 +104,7 @@ class Weather:
     async def _roads_to(self, name: str, host: int) -> Road:
         entry = await self.scene.registered(name)
         self.scene.settings(host, advertise="")
-        ports = [_port(place) for place in (entry.address, entry.bulk.partition("#")[0])]
+        ports = [_port(endpoint_of(place)) for place in (entry.address, entry.bulk)]
         calls, bulk = [self._opened.enter_context(Road(port, ENDLESS)) for port in ports]
         self.calls[name] = calls
         return bulk
