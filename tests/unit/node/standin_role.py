@@ -56,7 +56,7 @@ async def main(kind: str, seat: Seat) -> None:
     if seat.rank:
         name = f"rank/{seat.job}/{seat.rank}"
     state, clock = await State.open(settings.redis_url), SystemClock()
-    doorway = await entered(name, kind, settings, state, clock)
+    doorway = await entered(name, name.partition("/")[0], settings, state, clock)
     mesh = Mesh(
         name,
         kind,
