@@ -25,7 +25,7 @@ test: $(READY)
 test-deep: $(READY)
 	$(BIN)/python -m pytest --workers $(TEST_WORKERS) --tier deep $(TESTS)
 
-# The daily tests, a seventh of the others, and those of what changed lately.
+# The daily tests, a seventh of the others, and those of a folder that changed lately, in turn.
 test-ci: $(READY)
 	$(BIN)/python -m pytest --workers $(TEST_WORKERS) --tier ci --hold-budget $(TESTS)
 

@@ -42,7 +42,7 @@ class Tiers:
         self.rotation: int = find_rotation(config.rootpath) if given is None else given
         self._changed: tuple[str, ...] = ()
         if self._tier == "ci":
-            self._changed = affected_tests(changed_paths(config.rootpath))
+            self._changed = affected_tests(changed_paths(config.rootpath), self.rotation)
         self._deep: set[str] = set()
         self._deselected: Counter[str] = Counter()
 
@@ -131,14 +131,17 @@ def changed_paths(root: Path) -> Sequence[str]:
     return sorted(set(names.split()))
 
 
-def affected_tests(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return the beginnings of the names of tests that are run in full after such changes."""
-    return tuple(
-        test
+def affected_tests(paths: Sequence[str], rotation: int) -> tuple[str, ...]:
+    """Return the beginnings of the names of tests that are run in full after such changes.
+
+    Of several folders that changed, one is taken in turn: all of them are `make test-deep`.
+    """
+    changed = [
+        tests
         for folder, tests in TESTS_OF.items()
         if any(path.startswith(folder) for path in paths)
-        for test in tests
-    )
+    ]
+    return changed[rotation % len(changed)] if changed else ()
 
 
 def read_git(root: Path, *words: str) -> str:
