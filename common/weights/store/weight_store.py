@@ -86,7 +86,8 @@ async def get(
                 return await host_chunks.through(mesh, digest, fetch, needed)
             return await fetch()
         except Damaged:
-            await _blame(mesh, digest, job, space)
+            kind = "group" if space == GROUPS else "weights"
+            await _blame(mesh, digest, kind, job, space)
             raise
 
     with mesh.wait(what, on=STORE):
@@ -133,7 +134,7 @@ async def fetch_file(
         try:
             await bulk.receive(await store_entry(mesh), arriving, space=space)
         except Damaged:
-            await _blame(mesh, digest, job, space)
+            await _blame(mesh, digest, kind, job, space)
             raise
 
     with mesh.wait(what, on=STORE), Partial.of_file(path, digest) as arriving:
@@ -160,9 +161,10 @@ async def lay_out(mesh: Mesh, asked: LayOut) -> None:
             pass
 
 
-async def _blame(mesh: Mesh, digest: str, job: str, space: str) -> None:
-    """PeerLost when it was not the store that changed the bytes, but the way."""
-    kind = "group" if space == GROUPS else "weights"  # of `common.base.files.damage`
+async def _blame(mesh: Mesh, digest: str, kind: str, job: str, space: str) -> None:
+    """PeerLost when it was not the store that changed the bytes, but the way. `kind`: of
+    `common.base.files.damage`.
+    """
     examined = await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job, space))
     if examined.whole:
         raise PeerLost(f"chunk {digest} arrived changed", where=STORE) from None

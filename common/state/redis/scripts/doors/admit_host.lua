@@ -1,5 +1,6 @@
 -- uses: doors
--- Keys of this host come in from now on. `first`: only while no host's do. `alone`: no other host's do.
+-- Keys of this host come in from now on. `first`: only while no host's do. `alone`: no other
+-- host's do.
 if a.first and #redis.call('SMEMBERS', ADMITTED) > 0 then return cjson.encode({new = false}) end
 if a.alone then
   for _, host in ipairs(redis.call('SMEMBERS', ADMITTED)) do
