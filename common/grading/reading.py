@@ -191,14 +191,12 @@ class TestReader:
         for path in map(self._path, node.bases):
             if path.startswith("logging.") and path.endswith("Handler"):
                 yield f"class {node.name}({path}) (what the solution logs)"
-        solutions = [p for p in map(self._path, node.bases) if self._is_ours(p)]
-        others = [p for p in map(self._path, node.bases) if p in self._classes]
+        paths = list(map(self._path, node.bases))
+        solutions = [p for p in paths if p.split(".")[0] in {*self._ours, "solution"}]
+        others = [p for p in paths if p in self._classes]
         if solutions and (others or node.keywords):
             but = others[0] if others else f"{node.keywords[0].arg}="
             yield f"class {node.name}({solutions[0]}, {but}) of the solution's and of the tests'"
-
-    def _is_ours(self, path: str) -> bool:
-        return path.split(".")[0] in self._ours or path.startswith("solution.")
 
 
 def _guarded(tree: ast.Module) -> set[ast.AST]:

@@ -13,8 +13,7 @@ from loadtests.conformance.rows import Row
 from services.sandbox.grading.code.grading import Grading
 from services.sandbox.grading.code.real_pytest import Suites
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots

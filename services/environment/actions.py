@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,23 +38,24 @@ class EnvironmentAnswer:
 def call_for_answer(function: Callable[..., Any], *arguments: Any) -> EnvironmentAnswer:
     """Call `step` or `result` of an environment; BadAnswer for an answer that is none."""
     value = function(*arguments)
-    try:
+    with _blaming(function, value):
         return _answer(value)
-    except (TypeError, ValueError) as error:
-        raise BadAnswer(
-            f"{function.__name__}() returned {value!r:.80}: {error}", function
-        ) from None
 
 
 def score(function: Callable[..., Any], *arguments: Any) -> float | None:
     """Call a function that returns a reward, or None to leave it to the job's."""
     value = function(*arguments)
-    try:
+    with _blaming(function, value):
         return None if value is None else finite_number(value, "a reward")
+
+
+@contextlib.contextmanager
+def _blaming(function: Callable[..., Any], value: Any) -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError) as error:
-        raise BadAnswer(
-            f"{function.__name__}() returned {value!r:.80}: {error}", function
-        ) from None
+        said = f"{function.__name__}() returned {value!r:.80}: {error}"
+        raise BadAnswer(said, function) from None
 
 
 def _answer(value: Any) -> EnvironmentAnswer:

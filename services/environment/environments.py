@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -51,7 +52,7 @@ class Environments:
         """`special_tokens` and `ends`, the tokens of `rollout.stop`, are for texts without chat."""
         self._modules = modules  # where the author's code is
         self._quotes, self._ends = special_tokens != ANYWHERE, ends
-        self._factory = factory or SingleTurn.factory(prompt)
+        self._factory = factory or partial(SingleTurn, prompt)
         self._tokenizer = tokenizer
         self._chat, self._tools = chat, tools or {}
         self._open: dict[int, EnvironmentSession] = {}
@@ -62,11 +63,9 @@ class Environments:
             answer = getattr(self, "_" + operation)(key, argument)
             checked(answer)  # what cannot travel is the author's to know
             return "ok", answer
-        except KeyError as error:
-            if error.args == (key,):
-                return "unknown", f"trajectory {key} has no environment here"
-            return "raised", self._described(error)
         except Exception as error:
+            if isinstance(error, KeyError) and error.args == (key,):
+                return "unknown", f"trajectory {key} has no environment here"
             return "raised", self._described(error)
 
     def _described(self, error: Exception) -> str:
@@ -79,10 +78,11 @@ class Environments:
         return placed(encodable(text), place_of(error, self._modules))
 
     def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
+        made, tokenizer = self._factory(), self._tokenizer
         session: EnvironmentSession = (
-            ChatSession(self._factory(), self._chat, self._tools, self._tokenizer)
+            ChatSession(made, self._chat, self._tools, tokenizer)
             if self._chat
-            else TextSession(self._factory(), self._tokenizer, quotes=self._quotes, ends=self._ends)
+            else TextSession(made, tokenizer, quotes=self._quotes, ends=self._ends)
         )
         ids = session.begin(row)
         self._open[key] = session
@@ -114,10 +114,7 @@ class Environments:
         self._begin(key, row)
         session = self._open[key]
         for operation, value in told:
-            if operation == "step":
-                session.step(value)
-            else:
-                session.result(value)
+            (session.step if operation == "step" else session.result)(value)
         if ids:
             session.check(ids[0])
 
@@ -139,10 +136,6 @@ class SingleTurn:
 
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
-
-    @classmethod
-    def factory(cls, prompt: str) -> Callable[[], SingleTurn]:
-        return lambda: cls(prompt)
 
     def open(self, row: dict[str, Any]) -> Any:
         return row[self._prompt]
@@ -218,9 +211,8 @@ def made(arguments: argparse.Namespace) -> Environments:
     tokenizer = Tokenizer.load(arguments.tokenizer)
     chat, tools = None, {}
     if arguments.chat:
-        chat = Chat.load(
-            arguments.chat, arguments.chat_options, tokenizer, **arguments.chat_template
-        )
+        format, options = arguments.chat, arguments.chat_options
+        chat = Chat.load(format, options, tokenizer, **arguments.chat_template)
         tools = offered(arguments.tools, arguments.mcp, arguments.modules)
     factory = resolve(arguments.use, arguments.modules) if arguments.use else None
     return Environments(

@@ -87,12 +87,7 @@ class TextSession(EnvironmentSession):
     """
 
     def __init__(
-        self,
-        environment: Any,
-        tokenizer: Tokenizer,
-        *,
-        quotes: bool = True,
-        ends: Sequence[str] = (),
+        self, environment: Any, tokenizer: Tokenizer, *, quotes: bool, ends: Sequence[str]
     ) -> None:
         super().__init__(environment, tokenizer)
         self._quotes, self._ends = quotes, ends
@@ -100,11 +95,8 @@ class TextSession(EnvironmentSession):
     def begin(self, row: dict[str, Any]) -> list[int]:
         text = self._environment.open(row)
         if not isinstance(text, str):
-            raise BadAnswer(
-                f"open() returned {type(text).__name__}, not the prompt as str; messages take "
-                "environment.chat",
-                self._environment.open,
-            )
+            said = f"open() returned {type(text).__name__}, not the prompt as str"
+            raise BadAnswer(f"{said}; messages take environment.chat", self._environment.open)
         check_written(self._tokenizer, text, self._environment.open)
         return self._tokenizer.begin(text, quote=self._quotes)
 
@@ -128,11 +120,8 @@ class TextSession(EnvironmentSession):
 
     def _appended(self, value: Any, function: Any) -> list[int]:
         if not isinstance(value, str):
-            raise BadAnswer(
-                f"{function.__name__}() appends {value!r:.80}, not a str; messages take "
-                "environment.chat",
-                function,
-            )
+            said = f"{function.__name__}() appends {value!r:.80}, not a str"
+            raise BadAnswer(f"{said}; messages take environment.chat", function)
         return self._encode(value)
 
 
@@ -170,9 +159,8 @@ class ChatSession(EnvironmentSession):
                 opened, specs = parts_of(opened, specs)
             self._opening = conversation_of(opened), specs
         except ValueError as error:
-            raise BadAnswer(
-                f"the prompt is none that a chat takes: {error}", self._environment.open
-            ) from None
+            said = f"the prompt is none that a chat takes: {error}"
+            raise BadAnswer(said, self._environment.open) from None
         for message in self._opening[0]:
             check_written(self._tokenizer, message["content"], self._environment.open)
         self._conversation = self._chat.begin(*self._opening)
@@ -242,20 +230,17 @@ class ChatSession(EnvironmentSession):
         try:
             messages = conversation_of(value)
         except ValueError as error:
-            raise BadAnswer(
-                f"{function.__name__}() appends no messages: {error}", function
-            ) from None
+            said = f"{function.__name__}() appends no messages: {error}"
+            raise BadAnswer(said, function) from None
         return self.conversation.extend(messages)
 
 
 def check_written(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
     """BadAnswer when a prompt would be trained without some of its characters."""
     if lost := tokenizer.lost(prompt):
-        raise BadAnswer(
-            f"the tokenizer drops or replaces {', '.join(map(repr, lost[:SHOWN]))} of the prompt "
-            f"{prompt!r:.80}",
-            function,
-        )
+        some = ", ".join(map(repr, lost[:SHOWN]))
+        said = f"the tokenizer drops or replaces {some} of the prompt {prompt!r:.80}"
+        raise BadAnswer(said, function)
 
 
 def parts_of(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Message]]:

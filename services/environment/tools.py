@@ -13,16 +13,8 @@ from typing import Any
 
 from common.job import builtin
 
-NAMES: dict[Any, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
-}
-
-
+NAMES: dict[Any, str] = {str: "string", int: "integer", float: "number"}
+NAMES |= {bool: "boolean", list: "array", dict: "object"}
 KINDS = (*NAMES.values(), "null")
 
 
@@ -41,33 +33,21 @@ class BuiltIn:
 
     @classmethod
     def of(cls, name: str, tool: builtin.Tool) -> BuiltIn:
-        parameters = {
-            "type": "object",
-            "properties": {tool.argument: {"type": "string"}},
-            "required": [tool.argument],
-        }
+        parameters = one_argument(tool.argument, {"type": "string"})
         return cls(name, tool.description, parameters, tool.argument)
 
     @property
     def spec(self) -> dict[str, Any]:
         """The tool's description in the form that chat templates take."""
-        return specified(self.name, self.description, self.parameters)
+        about = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": about | {"parameters": self.parameters}}
 
     def input(self, arguments: dict[str, Any]) -> Any:
         """What the tool is called with; BadCall when the arguments are not what it takes."""
-        return checked(self.parameters, arguments, self._single)
-
-
-def specified(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "description": description, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def checked(parameters: dict[str, Any], arguments: dict[str, Any], single: str) -> Any:
-    if problem := mismatch(parameters, arguments):
-        raise BadCall(problem)
-    arguments = whole(parameters, arguments)
-    return arguments[single] if single else arguments
+        if problem := mismatch(self.parameters, arguments):
+            raise BadCall(problem)
+        arguments = whole(self.parameters, arguments)
+        return arguments[self._single] if self._single else arguments
 
 
 class JobTool(BuiltIn):
@@ -90,13 +70,13 @@ class JobTool(BuiltIn):
             parameters = schema(kind)
         else:
             single = parameter
-            parameters = {
-                "type": "object",
-                "properties": {parameter: schema(kind)},
-                "required": [parameter],
-            }
+            parameters = one_argument(parameter, schema(kind))
         said = (inspect.getdoc(function) or "").partition("\n\n")[0].replace("\n", " ")
         super().__init__(name, said, parameters, single)
+
+
+def one_argument(name: str, kind: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: kind}, "required": [name]}
 
 
 def schema(kind: Any) -> dict[str, Any]:

@@ -31,8 +31,11 @@ from common.mesh.runtime.calls.actor import Actor, call, cast
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.isolation import tiers
 from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
-from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
+from services.sandbox.isolation.outer_jail.interpreters import (
+    Interpreter,
+    interpreter_of,
+    with_pytest,
+)
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.jailed import Jailed
@@ -85,9 +88,7 @@ class SandboxActor(Actor):
         self._launchers: dict[Interpreter, JailLauncher] = {}
         self._loading = asyncio.Lock()
         self._outcomes: Counter[str] = Counter()
-        self._found: dict[
-            Interpreter | None, tiers.FoundTier
-        ] = {}  # of a runner; None: of this host
+        self._found: dict[Interpreter | None, tiers.FoundTier] = {}  # None: of this host
         self._homes: cgroups.Homes | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._once = 0  # batches under way of calls that are not run again when this ends
@@ -221,16 +222,9 @@ class SandboxActor(Actor):
     def _launcher(self, interpreter: Interpreter, tier: str, log: Path | None) -> JailLauncher:
         """The one of this interpreter."""
         if interpreter not in self._launchers:
-            self._launchers[interpreter] = JailLauncher(
-                self._host,
-                self._clock,
-                tier,
-                interpreter,
-                self._homes if tier != "landlock" else None,
-                log,
-                self._mesh.waits,
-                self._mesh.ends,
-            )
+            homes = self._homes if tier != "landlock" else None
+            made = self._host, self._clock, tier, interpreter, homes, log
+            self._launchers[interpreter] = JailLauncher(*made, self._mesh.waits, self._mesh.ends)
         return self._launchers[interpreter]
 
     @call(Sandbox.run)
@@ -254,16 +248,13 @@ class SandboxActor(Actor):
                 job.jailed.sessions.end(session)
 
     def _job_of(self, calls: Sequence[ToolCall | RewardCall]) -> LoadedJob:
-        job = self._job
+        job, where = self._job, self._served.name
         for name in {asked.job for asked in calls}:
             if job is None or job.loaded.job != name:
-                raise NotFound(
-                    f"job {name} is not loaded",
-                    where=self._served.name,
-                    fix="call Sandbox.load, then again",
-                )
+                fix = "call Sandbox.load, then again"
+                raise NotFound(f"job {name} is not loaded", where=where, fix=fix)
         if job is None:
-            raise NotFound("no job is loaded", where=self._served.name)
+            raise NotFound("no job is loaded", where=where)
         return job
 
     async def _sweep_forever(self) -> None:
@@ -275,12 +266,10 @@ class SandboxActor(Actor):
     def _outcomes_of(
         self, calls: Sequence[ToolCall | RewardCall], answers: Sequence[Answer]
     ) -> Outcomes:
-        outcomes = []
-        for asked, answer in zip(calls, answers, strict=True):
-            self._outcomes[answer.status] += 1
-            outcomes.append(
-                CallOutcome(
-                    id=asked.id, status=answer.status, value=answer.value, error=answer.error
-                )
-            )
-        return Outcomes(outcomes)
+        self._outcomes.update(answer.status for answer in answers)
+        return Outcomes(
+            [
+                CallOutcome(id=asked.id, status=a.status, value=a.value, error=a.error)
+                for asked, a in zip(calls, answers, strict=True)
+            ]
+        )

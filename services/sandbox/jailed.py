@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from common.api.sandbox import CRASHED, OK, REFUSED, JailSettings, LoadJob
+from common.api.sandbox import CRASHED, OK, REFUSED, LoadJob
 from common.base.clock import Clock
 from common.job import builtin
 from services.sandbox.grading.code import grading as code
@@ -42,7 +42,7 @@ class Jailed:
         self._suites = real_pytest.Suites(suites)
         jail = loaded.jail
         self._launcher, self._slots = launcher, slots
-        self._limits = limits_of(jail)
+        self._limits = JailLimits(*(getattr(jail, field.name) for field in fields(JailLimits)))
         self._tools = loaded.tools
         most, idle_s = jail.sessions, jail.session_idle_s
         self.sessions = Sessions(launcher, clock, self._limits, most, idle_s, job_clock)
@@ -53,10 +53,8 @@ class Jailed:
         """What the model reads, whatever became of its code."""
         use = self._tools[name]
         if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
-            expected = (
-                f"{builtin.TOOLS[use].argument} as a text of at most {SOURCE_BYTES} characters"
-            )
-            said = f"{name} takes {expected}"
+            kind = builtin.TOOLS[use].argument
+            said = f"{name} takes {kind} as a text of at most {SOURCE_BYTES} characters"
             return Answer(REFUSED, {"status": REFUSED, "output": f"[{REFUSED}: {said}]"}, said)
         limits = self._limits.capped(wall_s=deadline_s, cpu_s=deadline_s)
         try:
@@ -64,8 +62,7 @@ class Jailed:
                 if builtin.TOOLS[use].session:
                     ran = await self.sessions.run(session, argument, begun)
                 else:
-                    program = Program(argument, MODES[use])
-                    ran = await self._launcher.run(program, limits)
+                    ran = await self._launcher.run(Program(argument, MODES[use]), limits)
         except JailFailed as error:
             return Answer(CRASHED, None, str(error))
         return Answer(ran.status, told(ran), ran.error)
@@ -81,22 +78,12 @@ class Jailed:
         self.sessions.close()
 
 
-def limits_of(jail: JailSettings) -> JailLimits:
-    """The part of it that bounds one call; its fields have the same names."""
-    return JailLimits(**{field.name: getattr(jail, field.name) for field in fields(JailLimits)})
-
-
 def told(ran: Ran) -> dict[str, Any]:
     """How a program ended and what it wrote, as a model reads it."""
-    output = ran.stdout.decode("utf-8", "replace")
-    if ran.stderr:
-        if output and not output.endswith("\n"):
-            output += "\n"
-        output += ran.stderr.decode("utf-8", "replace")
-    if ran.error:
-        if output and not output.endswith("\n"):
-            output += "\n"
-        output += f"[{ran.status}: {ran.error}]"
+    output, errors = (said.decode("utf-8", "replace") for said in (ran.stdout, ran.stderr))
+    for more in (errors, f"[{ran.status}: {ran.error}]" if ran.error else ""):
+        ends = not more or not output or output.endswith("\n")
+        output += more if ends else f"\n{more}"
     said: dict[str, Any] = {"status": ran.status, "output": output}
     if ran.status == OK and ran.exit:
         said["exit"] = ran.exit

@@ -61,24 +61,19 @@ class LoadedJob:
             missing = f"job {self.loaded.job} has no reward; it has none at all"
             return [Answer(RAISED, None, missing) for _ in calls]
         by_part = await asyncio.gather(*(self._part(i, calls) for i in range(len(parts))))
-        return [
-            summed([part.weight for part in parts], answers)
-            for answers in zip(*by_part, strict=True)
-        ]
+        weights = [part.weight for part in parts]
+        return [summed(weights, answers) for answers in zip(*by_part, strict=True)]
 
     async def _part(self, number: int, calls: Sequence[RewardCall]) -> Sequence[Answer]:
         part = self.loaded.rewards[number]
         if builtin.jailed([part.use]):
             assert self.jailed is not None
-            grade = self.jailed.reward
-            return await asyncio.gather(
-                *(apart(grade(c.row, c.turns, part.options)) for c in calls)
-            )
+            graded = (self.jailed.reward(c.row, c.turns, part.options) for c in calls)
+            return await asyncio.gather(*map(apart, graded))
         options = [part.options] if builtin.is_builtin(part.use) else []
         name = f"{REWARD}{number}"
-        return await self._pooled(
-            [PoolCall(name, [c.row, c.turns, *options], c.deadline_s) for c in calls]
-        )
+        work = [PoolCall(name, [c.row, c.turns, *options], c.deadline_s) for c in calls]
+        return await self._pooled(work)
 
     async def _pooled(self, work: Sequence[PoolCall]) -> list[Answer]:
         """Each by the pool that has it."""
@@ -96,11 +91,9 @@ class LoadedJob:
             for i, call in enumerate(work)
         ]
 
-    async def _jailed(self, call: ToolCall) -> Answer:
+    async def _jailed(self, c: ToolCall) -> Answer:
         assert self.jailed is not None
-        return await apart(
-            self.jailed.tool(call.tool, call.input, call.deadline_s, call.session, call.begun)
-        )
+        return await apart(self.jailed.tool(c.tool, c.input, c.deadline_s, c.session, c.begun))
 
     async def stop(self) -> None:
         if self.jailed is not None:
@@ -121,9 +114,8 @@ def summed(weights: Sequence[float], answers: Sequence[Answer]) -> Answer:
     """The weighted sum, rounded once; the first answer that is no score; BAD_VALUE if the sum is
     not finite.
     """
-    for answer in answers:
-        if answer.status != OK:
-            return answer
+    if wrong := [answer for answer in answers if answer.status != OK]:
+        return wrong[0]
     terms = [weight * answer.value for weight, answer in zip(weights, answers, strict=True)]
     try:
         total = math.fsum(terms)

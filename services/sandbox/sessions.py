@@ -85,10 +85,12 @@ class Sessions:
             self._tell(name)
             return Ran(CRASHED, error=f"its process was lost: {LOST}")
         if session is None:
-            self._make_room()
+            idle = [other for other, known in self._open.items() if not known.calls]
+            if len(self._open) >= self._most and idle:
+                why = f"{self._most} sessions were open, this one unused for longest"
+                self._evict(idle[0], why)
             if len(self._open) >= self._most:
-                busy = f"{self._most} sessions are busy"
-                return Ran(REFUSED, error=f"{busy}; try again")
+                return Ran(REFUSED, error=f"{self._most} sessions are busy; try again")
             session = self._open[name] = _CellSession(self._idle.monotonic())
         session.calls += 1
         try:
@@ -105,7 +107,11 @@ class Sessions:
         The first call starts the jail; should it fail, the next that waits tries in its turn.
         """
         if session.jail is None and not session.ended:
-            await self._begin(name, session)
+            session.jail = await self._launcher.open(Program(mode="cells"), self._limits)
+            if session.ended:
+                session.jail.close()
+            else:
+                self._told.pop(name, None)
         jail = session.jail
         if jail is None or session.ended:
             return Ran(CRASHED, error=f"it was ended meanwhile: {LOST}")
@@ -125,14 +131,6 @@ class Sessions:
             return await self._lost(name, session, jail)
         session.used = self._idle.monotonic()
         return ran
-
-    async def _begin(self, name: str, session: _CellSession) -> None:
-        jail = await self._launcher.open(Program(mode="cells"), self._limits)
-        session.jail = jail
-        if session.ended:
-            jail.close()
-            return
-        self._told.pop(name, None)
 
     async def _lost(self, name: str, session: _CellSession, jail: Jail) -> Ran:
         """How the jail came to its end, which also ends the session."""
@@ -199,15 +197,6 @@ class Sessions:
         error = wanted(refused) if status == REFUSED else ""
         return Ran(status, out, err, code, error=error, refused=refused)
 
-    def _make_room(self) -> None:
-        """Ends the session that has been idle for longest, if all places are taken."""
-        if len(self._open) < self._most:
-            return
-        for name, session in self._open.items():
-            if not session.calls:
-                self._evict(name, f"{self._most} sessions were open, this one unused for longest")
-                return
-
     def sweep(self) -> None:
         """Ends sessions that nobody has used for too long."""
         oldest = self._idle.monotonic() - self._idle_s
@@ -218,12 +207,12 @@ class Sessions:
     def _evict(self, name: str, why: str) -> None:
         self._open.pop(name).end()
         self._evicted[name] = why
-        while len(self._evicted) > REMEMBERED:
+        if len(self._evicted) > REMEMBERED:
             self._evicted.popitem(last=False)
 
     def _tell(self, name: str) -> None:
         self._told[name] = None
-        while len(self._told) > REMEMBERED:
+        if len(self._told) > REMEMBERED:
             self._told.popitem(last=False)
 
     def end(self, name: str) -> None:

@@ -20,25 +20,9 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(math, name)
-    for name in [
-        "sqrt",
-        "exp",
-        "log",
-        "log2",
-        "log10",
-        "sin",
-        "cos",
-        "tan",
-        "asin",
-        "acos",
-        "atan",
-        "floor",
-        "ceil",
-        "gcd",
-    ]
-} | {"abs": abs, "round": round, "min": min, "max": max}
+_MATH = "sqrt exp log log2 log10 sin cos tan asin acos atan floor ceil gcd"
+FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _MATH.split()}
+FUNCTIONS |= {"abs": abs, "round": round, "min": min, "max": max}
 CONSTANTS = {"pi": math.pi, "e": math.e}
 
 

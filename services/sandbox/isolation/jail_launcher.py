@@ -24,8 +24,7 @@ from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
 from services.sandbox.isolation.outer_jail import outer
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.outer_jail.root import JAIL
+from services.sandbox.isolation.outer_jail.interpreters import JAIL, Interpreter
 from services.sandbox.isolation.resources import users
 from services.sandbox.isolation.resources.cgroups import Homes
 from services.sandbox.isolation.resources.limits import JailLimits
@@ -38,6 +37,10 @@ SEND_S = 30.0
 AT_ONCE = 1 << 14  # characters of a program that a socket's buffer surely holds
 TRIES = 3  # attempts to start a jail, should its zygote have ended
 STREAMS = ("stdin", "stdout", "stderr")
+READABLE = (  # under Landlock, beside the interpreter
+    *("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"),
+    *("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"),
+)
 
 
 class JailLauncher:
@@ -90,9 +93,15 @@ class JailLauncher:
     async def _start(self) -> None:
         self._drop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        given, control = self._interpreter, str(theirs.fileno())
         try:
+            if given.runner:
+                self._folders.append(leftovers.folder())
+                module, first = spawner.__name__, [control, str(self._folders[-1])]
+            else:
+                module, first = outer.__name__, [self.tier, control]
             child = self._host.spawn(
-                [sys.executable, "-m", *self._command(theirs.fileno())],
+                [sys.executable, "-m", module, *first, given.encoded()],
                 name="zygote",
                 log=self._log,
                 how=Spawning(own_session=True, pass_fds=[theirs.fileno()]),
@@ -120,27 +129,10 @@ class JailLauncher:
             undone.pop_all()
         self._zygote = zygote
 
-    def _command(self, control: int) -> list[str]:
-        """The module that becomes, or leads to, what is asked for jails, and its argument."""
-        given = self._interpreter
-        if given.runner:
-            self._folders.append(leftovers.folder())
-            module, first = spawner.__name__, [str(control), str(self._folders[-1])]
-        else:
-            module, first = outer.__name__, [self.tier, str(control)]
-        return [module, *first, given.encoded()]
-
     def _drop(self) -> None:
         if self._zygote is not None:
             self._zygote.kill()
             self._zygote = None
-
-    def _replace(self, zygote: Zygote, why: str) -> None:
-        """Another one takes its place; jails that it has begun end as they would have."""
-        if self._zygote is zygote:
-            self._zygote = None
-            self._ends.saw("zygote", KILLED, f"it was killed: {why}", self._log)
-            zygote.retire()
 
     def _ended(self, zygote: Zygote) -> None:
         if self._zygote is zygote:
@@ -150,8 +142,7 @@ class JailLauncher:
 
     async def run(self, program: Program, limits: JailLimits, stdin: bytes = b"") -> Ran:
         """A program in a fresh jail, to its end."""
-        jail = await self.open(program, limits, stdin)
-        return await jail.finish()
+        return await (await self.open(program, limits, stdin)).finish()
 
     async def open(
         self, program: Program, limits: JailLimits, stdin: bytes = b"", peer: int = -1
@@ -179,17 +170,19 @@ class JailLauncher:
         try:
             if len(program.source or "") < AT_ONCE:
                 await self._tell(jail, program)
-                await zygote.begun(answer)
             else:
                 telling = asyncio.get_running_loop().create_task(self._tell(jail, program))
-                await zygote.begun(answer)
+            await zygote.begun(answer)
+            if telling is not None:
                 await telling
         except BaseException as error:
             if telling is not None:
                 telling.cancel()
             jail.close()
-            if isinstance(error, ZygoteSilent):
-                self._replace(zygote, error.message)
+            if isinstance(error, ZygoteSilent) and self._zygote is zygote:
+                self._zygote = None  # another takes its place; jails that it has begun go on
+                self._ends.saw("zygote", KILLED, f"it was killed: {error.message}", self._log)
+                zygote.retire()
             if isinstance(error, ConnectionResetError):
                 self._ended(zygote)
             raise
@@ -212,17 +205,16 @@ class JailLauncher:
             undone.callback(self.places.give_back, place)
             output = JailOutput(limits.output_bytes)
             undone.callback(output.close)
-            pipes: list[Pipe] = []
-            for _ in range(1 + program.speaks):
-                pipes.append(Pipe())
-                handed.callback(pipes[-1].handed)
-                undone.callback(pipes[-1].close)
-            fds = {"keeper": pipes[0].theirs}
+            pipes: dict[str, Pipe] = {}
+            fds: dict[str, int] = {}
+            for name in ("keeper", "cells") if program.speaks else ("keeper",):
+                pipes[name] = pipe = Pipe()
+                handed.callback(pipe.handed)
+                undone.callback(pipe.close)
+                fds[name] = pipe.theirs
             for name in STREAMS:
                 fds[name] = _readable(stdin) if name == "stdin" else output.opened()
                 handed.callback(os.close, fds[name])
-            if program.speaks:
-                fds["cells"] = pipes[1].theirs
             if peer >= 0:
                 fds["peer"] = peer
             if place.group is not None:
@@ -237,13 +229,13 @@ class JailLauncher:
                 raise
             undone.pop_all()
         self.started += 1
-        other = pipes[1] if program.speaks else None
 
         def ended() -> None:
             self.places.leave(place)
             zygote.left()
 
-        jail = Jail(self.clock, limits, pipes[0], other, output, place.group, ended)
+        keeper, cells = pipes["keeper"], pipes.get("cells")
+        jail = Jail(self.clock, limits, keeper, cells, output, place.group, ended)
         return jail, zygote, answer
 
     def _request(
@@ -259,16 +251,11 @@ class JailLauncher:
             "user": place.user,
         }
         if place.scratch:
-            request |= {"scratch": place.scratch, "readable": self._readable()}
+            own = (*self._interpreter.places, *self._interpreter.packages, JAIL)
+            request |= {"scratch": place.scratch, "readable": [*READABLE, *own]}
         if not place.user and self.places.shares_users:
             request["limits"]["processes"] += _processes_of_user()
         return request
-
-    def _readable(self) -> list[str]:
-        interpreter = self._interpreter
-        places = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-        devices = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-        return [*places, *devices, *interpreter.places, *interpreter.packages, JAIL]
 
     async def stop(self) -> None:
         zygote = self._zygote

@@ -101,9 +101,7 @@ async def tried(
 
 def last_line(log: Path | None) -> str:
     """What was said last of a start that failed, to follow the error's text."""
-    if log is None or not log.is_file():
-        return ""
-    lines = log.read_text(errors="replace").strip().splitlines()
+    lines = log.read_text(errors="replace").strip().splitlines() if log and log.is_file() else []
     return f": {lines[-1][-200:]}" if lines else ""
 
 

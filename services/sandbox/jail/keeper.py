@@ -42,7 +42,9 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
     try:
         _close_others({0, 1, 2, proc, *fds.values()}, proc)
         policy = allowed.policy(tier, request["counted"])
-        wake = _wakes()
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # at each end of a process of the jail
+        _signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
         if tier == "bwrap":
             _namespaces(request["limits"], request["user"], proc)
             kernel.drop_capabilities()
@@ -58,7 +60,12 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         # It holds for us, too: what we call from here on must be among what goes through.
         held = tier != "runner"  # else the guest alone, which becomes another user before
         listener = seccomp.install(policy, listen=True) if held else -1
-        refused = refusals.Refusals(listener, lambda number: _refuses(fds, number))
+
+        def said(number: int) -> None:
+            if "cells" in fds:  # a session's report comes at its end, many cells later
+                frames.send(channel, {"refuses": number})
+
+        refused = refusals.Refusals(listener, said)
         program = frames.receive(channel)
         ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         child = os.fork()
@@ -72,19 +79,23 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         for name, fd in fds.items():
             if name not in OWN:
                 os.close(fd)
-        cpu = _usage(fds, tier)
+        cpu: usage.Grouped | usage.Scanned = (
+            usage.Grouped(fds["usage"])
+            if "usage" in fds
+            else usage.Scanned(0 if tier == "bwrap" else os.getpgrp())
+        )
         nonce = frames.receive(channel)["nonce"]
 
-        def signal_all(number: int) -> None:
-            _signal_all(number, tier, cpu)
-
-        settings = request["limits"]
-        together = None if request["counted"] else _memory(settings["memory_bytes"], cpu, tier)
+        together, settings = None, request["limits"]
+        if not request["counted"]:
+            only = usage.FIRST_PIDS if tier == "bwrap" else -1  # among the host's, any may be its
+            most = settings["memory_bytes"]
+            together = memory.Watched(most, cpu.members, usage.newest, only)
         watching = watch.GuestWatch(
             watch.WatchedGuest(child, channel, wake, ready),
             settings,
             cpu,
-            signal_all,
+            lambda number: _signal_all(number, tier, cpu),
             refused,
             together,
             request.get("stands", False),
@@ -104,12 +115,6 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         os._exit(SETUP_FAILED)
 
 
-def _refuses(fds: dict[str, int], number: int) -> None:
-    """A session's sandbox is told at once: the report comes at its end, many cells later."""
-    if "cells" in fds:
-        frames.send(fds["keeper"], {"refuses": number})
-
-
 def _close_others(kept: set[int], proc: int) -> None:
     """What a jail was not given: of the zygote, or of the keeper. The zygote's control socket has
     the number that it had in the sandbox, which may have thousands open.
@@ -117,15 +122,6 @@ def _close_others(kept: set[int], proc: int) -> None:
     listing = os.open("self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=proc)
     for fd in set(map(int, os.listdir(listing))) - kept:
         os.closerange(fd, fd + 1)  # one of them was the listing's, and is closed
-
-
-def _join_groups(fds: dict[str, int]) -> None:
-    """The control groups of this jail, whose lists of processes came opened for writing. Only the
-    guest joins: neither does it take its keeper's share of the cores, nor is the keeper frozen.
-    """
-    for name in [name for name in fds if name.startswith("group")]:
-        os.write(fds[name], b"0")
-        os.close(fds.pop(name))
 
 
 def _namespaces(limits: dict[str, Any], user: int, proc: int) -> None:
@@ -136,10 +132,8 @@ def _namespaces(limits: dict[str, Any], user: int, proc: int) -> None:
     kernel.unshare(kernel.CLONE_NEWNS)
     if user:
         _become(user)
-    size, files = limits["scratch_bytes"], limits["files"]
-    kernel.mount(
-        "tmpfs", SCRATCH, "tmpfs", HIDDEN, f"size={size},nr_inodes={files},mode=700,huge=never"
-    )
+    room = f"size={limits['scratch_bytes']},nr_inodes={limits['files']}"
+    kernel.mount("tmpfs", SCRATCH, "tmpfs", HIDDEN, f"{room},mode=700,huge=never")
     kernel.mount("proc", "/proc", "proc", HIDDEN | kernel.MS_NOEXEC | kernel.MS_RDONLY)
     user, group = os.getuid(), os.getgid()
     kernel.unshare(kernel.CLONE_NEWUSER)
@@ -164,9 +158,17 @@ def _become_guest(
             fds.pop(name, None)
         _close_others({0, 1, 2, proc, *fds.values()}, proc)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-        _go_first(proc)
+        try:  # if one must go because memory is short, then we before the keeper
+            kernel.write("self/oom_score_adj", "1000", proc)
+        except OSError as error:  # where this file is another user's
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
         os.close(proc)
-        _join_groups(fds)
+        # The guest alone joins the jail's control groups, whose lists of processes these are: it
+        # takes none of its keeper's share of the cores, nor is the keeper frozen.
+        for name in [name for name in fds if name.startswith("group")]:
+            os.write(fds[name], b"0")
+            os.close(fds.pop(name))
         if request["nice"]:  # which nobody can take back
             os.nice(request["nice"])
         for place, name in enumerate(("stdin", "stdout", "stderr")):
@@ -193,21 +195,11 @@ def _become_plain(user: int) -> None:
     """The guest's own user, where the keeper is root in a container: it cannot reach the keeper.
     Where the container has no other user, it has no capabilities, at least.
     """
-    if os.getuid() != 0:
-        return
-    try:
-        _become(user)
-    except OSError:
-        kernel.drop_capabilities()
-
-
-def _go_first(proc: int) -> None:
-    """If one must go because memory is short, then we before the keeper."""
-    try:
-        kernel.write("self/oom_score_adj", "1000", proc)
-    except OSError as error:  # where this file is another user's
-        if error.errno not in (errno.EACCES, errno.EPERM):
-            raise
+    if os.getuid() == 0:
+        try:
+            _become(user)
+        except OSError:
+            kernel.drop_capabilities()
 
 
 def limit(limits: dict[str, Any], laps: bool) -> None:
@@ -217,20 +209,20 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
     set where a limit is of one lap among many.
     """
     cpu = resource.RLIM_INFINITY if laps else int(limits["cpu_s"]) + 1
-    hard_cpu = cpu if laps else cpu + OUT_OF_TIME_GRACE_S
-    for which, soft, hard in (
-        (resource.RLIMIT_CPU, cpu, hard_cpu),
-        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"] + OWN_PROCESSES, None),
-        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
-        (resource.RLIMIT_FSIZE, limits["scratch_bytes"], limits["scratch_bytes"]),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-        (resource.RLIMIT_SIGPENDING, SIGNALS, SIGNALS),
+    for which, most in (
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_NPROC, limits["processes"] + OWN_PROCESSES),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, SIGNALS),
     ):
+        grace = OUT_OF_TIME_GRACE_S if which == resource.RLIMIT_CPU and not laps else 0
         try:
-            resource.setrlimit(which, (soft, soft if hard is None else hard))
+            resource.setrlimit(which, (most, most + grace))
         except ValueError:
             if which not in FIXED:
                 raise
@@ -238,38 +230,11 @@ def limit(limits: dict[str, Any], laps: bool) -> None:
 
 def environment() -> None:
     """That of guests, which the zygote has already."""
+    path = f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin"
     os.environ.clear()
-    os.environ.update(
-        {
-            "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
-            "HOME": SCRATCH,
-            "TMPDIR": SCRATCH,
-            "LANG": "C.UTF-8",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-    )
-
-
-def _wakes() -> int:
-    """A descriptor that becomes readable whenever a process of the jail ends."""
-    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    _signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    _signal.signal(_signal.SIGCHLD, lambda *_: None)
-    return reading
-
-
-def _memory(limit: int, cpu: usage.Grouped | usage.Scanned, tier: str) -> memory.Watched:
-    only = usage.FIRST_PIDS if tier == "bwrap" else -1  # among the host's, any may be its
-    return memory.Watched(limit, cpu.members, usage.newest, only)
-
-
-def _usage(fds: dict[str, int], tier: str) -> usage.Grouped | usage.Scanned:
-    """Where the CPU time of the jail is read."""
-    if "usage" in fds:
-        return usage.Grouped(fds["usage"])
-    return usage.Scanned(0 if tier == "bwrap" else os.getpgrp())
+    os.environ.update(PATH=path, HOME=SCRATCH, TMPDIR=SCRATCH, LANG="C.UTF-8")
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"):
+        os.environ[name] = "1"
 
 
 def _signal_all(number: int, tier: str, cpu: usage.Grouped | usage.Scanned) -> None:
@@ -300,10 +265,8 @@ def _signal_all(number: int, tier: str, cpu: usage.Grouped | usage.Scanned) -> N
 
 def _kill_rest(tier: str) -> None:
     """All others of the jail. By number: as the first process of a namespace, everybody."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         if tier == "bwrap":
             os.kill(-1, signal.SIGKILL)
         else:
             os.killpg(0, signal.SIGKILL)
-    except ProcessLookupError:
-        return

@@ -8,6 +8,7 @@ so whatever is left in it, when the keeper has ended or the outside has closed t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -22,15 +23,23 @@ from .wire import frames, mux
 
 DRAIN_S = 5.0  # for what was printed before the end to go out
 LEFT_S = 1.0  # the same where processes may be left that hold the pipes: we are not the first
-OUTPUTS = (mux.STDOUT, mux.STDERR)
 
 
 def main() -> NoReturn:
-    incoming, outgoing = _own_pipes()
+    incoming, outgoing = os.dup(0), os.dup(1)  # out of the way of everybody else's
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nor is the keeper, which is forked from here
     request = frames.receive(incoming)
     zygote.warm(request["warm"], "runner", request["searched_last"], usual="")
-    _scratch(request)
+    place = request["scratch"]
+    if not os.path.isdir(place):
+        os.mkdir(place, 0o700)
+        if os.getuid() == 0:
+            with contextlib.suppress(OSError):  # the container has no other user
+                os.chown(place, request["user"], request["user"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is left to us
     ends, fds = _channels(request["channels"])
     if os.fork() == 0:
@@ -41,29 +50,9 @@ def main() -> NoReturn:
     for fd in fds.values():
         os.close(fd)
     _carry(mux.Mux(incoming, outgoing), ends)
-    _end(request)
-
-
-def _own_pipes() -> tuple[int, int]:
-    """Our standard input and output, out of the way of everybody else's."""
-    incoming, outgoing = os.dup(0), os.dup(1)
-    null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    os.close(null)
-    return incoming, outgoing
-
-
-def _scratch(request: dict[str, Any]) -> None:
-    """The guest's directory, which is the guest's own."""
-    place = request["scratch"]
-    if not os.path.isdir(place):
-        os.mkdir(place, 0o700)
-        if os.getuid() == 0:
-            try:
-                os.chown(place, request["user"], request["user"])
-            except OSError:  # the container has no other user
-                return
+    if place != keeper.SCRATCH:
+        shutil.rmtree(place, ignore_errors=True)
+    os._exit(0)
 
 
 def _channels(names: Any) -> tuple[dict[str, int], dict[str, int]]:
@@ -88,17 +77,16 @@ def _carry(link: mux.Mux, ends: dict[str, int]) -> None:
     link.attach(mux.KEEPER, writing=os.dup(keepers))
     link.attach(mux.CONTROL, took=lambda _: None)
     for name, fd in ends.items():
-        number = mux.NAMED[name]
         reading = -1 if name == "stdin" else fd
-        writing = -1 if name in ("stdout", "stderr") else fd
-        link.attach(number, reading, writing)
+        link.attach(mux.NAMED[name], reading, -1 if name in ("stdout", "stderr") else fd)
     link.send(mux.CONTROL, frames.pack({"python": list(sys.version_info[:3])}))
     report = _report(link, keepers)
     alone = os.getpid() == 1
     if alone:
-        _kill_all()
+        with contextlib.suppress(OSError):  # there is nobody else
+            os.kill(-1, signal.SIGKILL)
     end = time.monotonic() + (DRAIN_S if alone else LEFT_S)
-    while not link.over and any(map(link.reads, OUTPUTS)) and time.monotonic() < end:
+    while not link.over and any(map(link.reads, mux.OUTPUTS)) and time.monotonic() < end:
         link.step(end - time.monotonic())
     link.send(mux.KEEPER, report)
     link.flush(DRAIN_S)
@@ -120,17 +108,3 @@ def _report(link: mux.Mux, keepers: int) -> bytes:
             break
         report += part
     return bytes(report)
-
-
-def _kill_all() -> None:
-    """Everybody else in the container."""
-    try:
-        os.kill(-1, signal.SIGKILL)
-    except OSError:  # there is nobody
-        return
-
-
-def _end(request: dict[str, Any]) -> NoReturn:
-    if request["scratch"] != keeper.SCRATCH:
-        shutil.rmtree(request["scratch"], ignore_errors=True)
-    os._exit(0)

@@ -11,6 +11,7 @@ read, so it holds nothing but modules.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import gc
 import json
@@ -98,15 +99,18 @@ def refuse(fd: int, error: OSError) -> None:
     if error.errno == errno.EAGAIN:
         most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         text += f"; all jails together may have {most} processes and threads (RLIMIT_NPROC)"
-    try:
+    with contextlib.suppress(frames.Closed):
         frames.send(fd, {"failed": text})
-    except frames.Closed:
-        return
 
 
 def warm(packages: Any, tier: str, searched_last: str = "", usual: str = WARM) -> None:
     """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
-    _import_random()
+    register = os.register_at_fork  # seeding at each fork is a fifth of its cost: guests seed alone
+    os.register_at_fork = lambda **hooks: None
+    try:
+        import random  # noqa: F401
+    finally:
+        os.register_at_fork = register
     if searched_last:
         sys.path.append(searched_last)
     for name in [*usual.split(), *packages]:
@@ -126,31 +130,14 @@ def warm(packages: Any, tier: str, searched_last: str = "", usual: str = WARM) -
     gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
 
 
-def _import_random() -> None:
-    """Without its seeding at each fork, which is a fifth of what a fork costs: only the guest needs
-    it, and calls `guest.seed_random`.
-    """
-    register = os.register_at_fork
-    os.register_at_fork = lambda **hooks: None
-    try:
-        import random  # noqa: F401
-    finally:
-        os.register_at_fork = register
-
-
-def _keep_devices() -> None:
-    """The nodes in /dev are the host's: what a jail changed of them, others would see."""
-    for device in os.scandir("/dev"):
-        if not device.is_symlink():
-            kernel.make_read_only(device.path)
-
-
 def main() -> None:
     """`main` of `python -m`-less start: arguments are CONTROL_FD, TIER, a JSON list of modules
     to import beside the usual ones, and where else to look for them.
     """
     control = socket.socket(fileno=int(sys.argv[1]))
-    if sys.argv[2] == "bwrap":
-        _keep_devices()
+    if sys.argv[2] == "bwrap":  # the nodes in /dev are the host's: others would see a change
+        for device in os.scandir("/dev"):
+            if not device.is_symlink():
+                kernel.make_read_only(device.path)
     warm(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
     _forks_keepers(control, sys.argv[2])

@@ -62,16 +62,9 @@ class ToldEnds(Ends):
             while self._seen:
                 seen, self._seen = self._seen, {}
                 for name, end in seen.items():
-                    report = EndReport(
-                        f"{name} of {self._of}",
-                        end.code,
-                        end.why,
-                        job=end.job,
-                        log=end.log,
-                        charged=False,
-                        count=end.count,
+                    await self._reports.tell(
+                        EndReport(f"{name} of {self._of}", charged=False, **vars(end))
                     )
-                    await self._reports.tell(report)
                 await self._clock.sleep(TELL_S)
         finally:
             self._telling = None

@@ -12,13 +12,7 @@ import msgpack
 
 from common.api.sandbox import BAD_VALUE, CRASHED, POSTPONED, RAISED, TIMEOUT
 from common.base.clock import Clock
-from common.base.errors import (
-    BadMessage,
-    DeadlineExceeded,
-    MeshError,
-    Overloaded,
-    PeerLost,
-)
+from common.base.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, PeerLost
 from common.job.bundle.authored import placed
 from common.mesh.process.handle import Child, Usage
 from common.mesh.process.host import Host
@@ -79,16 +73,12 @@ class WorkerPool:
 
     async def start(self) -> None:
         """Starts the warm workers; ToolFailed if the job's modules do not import."""
-        children = await asyncio.gather(
-            *(self._starter.begun() for _ in range(self._limits.warm)), return_exceptions=True
-        )
+        starting = (self._starter.begun() for _ in range(self._limits.warm))
+        children = await asyncio.gather(*starting, return_exceptions=True)
         failures = [child for child in children if isinstance(child, BaseException)]
         for child in children:
             if not isinstance(child, BaseException):
-                if failures:
-                    child.kill()
-                else:
-                    self._keep(child)
+                child.kill() if failures else self._keep(child)
         if failures:
             raise failures[0]
 
@@ -276,9 +266,8 @@ class WorkerPool:
         """
         place = self._starter.places.get(call.asked.name, "")
         of = f"{self._job}, {place}" if place else self._job
-        with self._waits.wait(
-            "its end", on=f"{shown_name(call.asked.name)} of {of} (pid {child.pid})"
-        ):
+        on = f"{shown_name(call.asked.name)} of {of} (pid {child.pid})"
+        with self._waits.wait("its end", on=on):
             try:
                 return await self._answered(child, call_id, call)
             except PeerLost as error:
@@ -301,10 +290,8 @@ class WorkerPool:
                 charged = charged_s(self._clock.monotonic() - begun, usage, before)
                 left = call.asked.deadline_s - charged
                 if left <= 0 and wait_s <= RECHECK_S:
-                    name = shown_name(call.asked.name)
-                    raise DeadlineExceeded(
-                        f"{name} took more than {call.asked.deadline_s:g} s"
-                    ) from None
+                    took = f"took more than {call.asked.deadline_s:g} s"
+                    raise DeadlineExceeded(f"{shown_name(call.asked.name)} {took}") from None
                 # The last look is short, and comes after the loop has read what lay in the socket.
                 wait_s = max(RECHECK_S, left)
                 continue

@@ -127,8 +127,8 @@ class WorkerStarter:
         if code is None:
             return ""
         if code == OUT_OF_MEMORY:
-            most = f"{self._limits.rlimits['AS'] >> 20} MiB" if "AS" in self._limits.rlimits else ""
-            limit = f"; its limit of address space (RLIMIT_AS) is {most}" if most else ""
+            most = self._limits.rlimits.get("AS")
+            limit = f"; its limit of address space (RLIMIT_AS) is {most >> 20} MiB" if most else ""
             return f"there was no memory left for it (MemoryError){limit}"
         if code == FORKED:
             return "a child process that it started came back from the function"

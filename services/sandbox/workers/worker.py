@@ -43,11 +43,10 @@ def load(
 ) -> dict[str, Callable[..., Any]]:
     sys.path.insert(0, bundle_dir)
     found: dict[str, Callable[..., Any]] = {}
+    running: dict[str, Any] = {}  # MCP servers: each starts with the first of its tools
     for name, use in functions.items():
         if use.startswith(MCP):
-            from services.sandbox.workers.mcp_tools import tool_of  # takes the `mcp` package
-
-            found[name] = tool_of(use, servers, bundle_dir)
+            found[name] = served_tool(use, servers, bundle_dir, running)
             continue
         module, _, attribute = use.partition(":")
         found[name] = getattr(importlib.import_module(module), attribute)
@@ -56,19 +55,20 @@ def load(
     return found
 
 
-def close_in() -> None:
-    """What reads texts of the model needs no more than its modules, and gets no more, as far as
-    this kernel can refuse it.
-    """
-    # What is not closed starts sooner without them.
-    from services.sandbox.jail.confinement import allowed, calls, kernel, landlock, seccomp
+def served_tool(
+    use: str, servers: dict[str, list[str]], directory: str, running: dict[str, Any]
+) -> Callable[[Any], Any]:
+    """The function that calls `mcp:server/tool`."""
+    from common.environment.mcp_client import McpServer  # hardly ever needed
 
-    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if landlock.abi() >= landlock.LEAST:
-        modules = [path for path in sys.path if os.path.isdir(path)]
-        landlock.restrict([sys.prefix, sys.base_prefix, "/usr", "/lib", *modules], ["/dev/null"])
-    with contextlib.suppress(calls.UnsupportedMachine):
-        seccomp.install(allowed.ONE_GROUP)
+    name, _, tool = use.removeprefix(MCP).partition("/")
+    if name not in running:
+        running[name] = McpServer(servers[name], directory)
+    server = running[name]
+    if tool not in server.tools():
+        known = ", ".join(server.tools())
+        raise LookupError(f"the MCP server {name} has no tool {tool!r}; it has {known}")
+    return lambda arguments: server.call(tool, arguments)
 
 
 def run(
@@ -185,7 +185,17 @@ def main() -> None:
         directory, *what, closed = msgpack.unpackb(setup)
         functions = load(directory, *what)
         if closed:
-            close_in()
+            # What is not closed starts sooner without them.
+            from services.sandbox.jail.confinement import allowed, calls, kernel, landlock, seccomp
+
+            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+            if landlock.abi() >= landlock.LEAST:
+                modules = [path for path in sys.path if os.path.isdir(path)]
+                landlock.restrict(
+                    [sys.prefix, sys.base_prefix, "/usr", "/lib", *modules], ["/dev/null"]
+                )
+            with contextlib.suppress(calls.UnsupportedMachine):
+                seccomp.install(allowed.ONE_GROUP)
     except BaseException as error:
         channel.send(pack((LOADED, RAISED, None, described(error, sys.path[0]))))
         return

@@ -23,7 +23,10 @@ SPACES = 8  # times what is wanted, as JSON, that an answer may take: escapes, a
 async def passed(attempt: Attempt, source: str, function: str, cases: list[Called]) -> list[bool]:
     """Which of the cases the function passes."""
     for case in cases:
-        _sendable(case)
+        size = len(frames.pack(_packed(case)))
+        if size > frames.LIMIT - FRAME_BYTES:  # more than a jail reads at once
+            most = f"{frames.LIMIT >> 20} MiB at most"
+            raise Unsupported(f"arguments of {size} bytes as JSON; {most}")
     program = Program(source, "calls", function, graded=True)
 
     async def trial() -> _Calls:
@@ -46,13 +49,10 @@ class _Calls(JailedTrial):
 
     async def passes(self, number: int) -> bool | None:
         case = self._cases[number]
-        answer = await self._answer(case)
-        if answer is None:
-            return None
-        tolerance = self.attempt.tolerance
-        return "value" in answer and any(
-            same(answer["value"], wanted, tolerance) for wanted in case.accepted
-        )
+        answer, near = await self._answer(case), self.attempt.tolerance
+        if answer is None or "value" not in answer:
+            return None if answer is None else False
+        return any(same(answer["value"], wanted, near) for wanted in case.accepted)
 
     async def _answer(self, case: Called | None) -> dict[str, Any] | None:
         """What the guest says to a call, or to nothing at its start; None if it has ended.
@@ -63,7 +63,8 @@ class _Calls(JailedTrial):
         assert jail.cells is not None
         if case:
             attempt.lap(jail)
-            jail.cells.allow(SPACES * max(_size(value) for value in case.accepted))
+            wanted = (len(json.dumps(plain.jsonable(value))) for value in case.accepted)
+            jail.cells.allow(SPACES * max(wanted))
             if not await attempt.tell(jail, {"call": token, **_packed(case)}):
                 return None
         waited = asyncio.ensure_future(attempt.word(jail))
@@ -85,14 +86,3 @@ class _Calls(JailedTrial):
 
 def _packed(case: Called) -> dict[str, Any]:
     return {"args": plain.jsonable(case.args), "kwargs": plain.jsonable(case.kwargs)}
-
-
-def _size(value: Any) -> int:
-    return len(json.dumps(plain.jsonable(value)))
-
-
-def _sendable(case: Called) -> None:
-    """Unsupported if the arguments do not fit into what a jail reads at once."""
-    size = len(frames.pack(_packed(case)))
-    if size > frames.LIMIT - FRAME_BYTES:
-        raise Unsupported(f"arguments of {size} bytes as JSON; {frames.LIMIT >> 20} MiB at most")

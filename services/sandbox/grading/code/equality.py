@@ -40,14 +40,9 @@ class Tolerance:
         """
         if found == wanted or (math.isnan(found) and math.isnan(wanted)):
             return True
-        if all(abs(number) < EXACT and number == int(number) for number in _finite(found, wanted)):
+        if all(abs(number) < EXACT and number == int(number) for number in (found, wanted)):
             return False
         return math.isclose(found, wanted, rel_tol=self.relative, abs_tol=self.absolute)
-
-
-def _finite(*numbers: float) -> list[float]:
-    """The numbers, of which one that is not finite counts as no whole number."""
-    return [number if math.isfinite(number) else 0.5 for number in numbers]
 
 
 def same_text(found: str, wanted: str, tolerance: Tolerance) -> bool:
@@ -55,17 +50,16 @@ def same_text(found: str, wanted: str, tolerance: Tolerance) -> bool:
     the tolerance.
     """
     said, due = found.split(), wanted.split()
-    return len(said) == len(due) and all(
-        a == b or _same_number(a, b, tolerance) for a, b in zip(said, due, strict=True)
-    )
+    if len(said) != len(due):
+        return False
+    return all(a == b or _same_number(a, b, tolerance) for a, b in zip(said, due, strict=True))
 
 
 def _same_number(found: str, wanted: str, tolerance: Tolerance) -> bool:
     if WHOLE.fullmatch(wanted) or max(len(found), len(wanted)) > LONGEST:
         return False  # 5.0 is not 5, and 05 is not
-    if not (NUMBER.fullmatch(wanted) and NUMBER.fullmatch(found)):
-        return False
-    return tolerance.close(float(found), float(wanted))
+    numbers = NUMBER.fullmatch(wanted) and NUMBER.fullmatch(found)
+    return bool(numbers) and tolerance.close(float(found), float(wanted))
 
 
 def same(found: Any, wanted: Any, tolerance: Tolerance) -> bool:

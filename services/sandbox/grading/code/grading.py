@@ -1,7 +1,7 @@
 """The reward `code_tests`: the share of its tests that a program passes.
 
-No test is where the program can read or change it. Cases with standard input and output (`printed`)
-and calls of a function (`called`) are compared here, after the program has answered; tests in
+No test is where the program can read or change it. Cases with standard input and output, and
+calls of a function (`called`), are compared here, after the program has answered; tests in
 Python run in a jail of their own (`isolated`), and those that this cannot run under the real pytest
 beside the program (`real_pytest`), where a program can forge them. A case that runs out of its
 limits, or whose program dies, is not passed. That no jail can be made, that the tests themselves
@@ -11,23 +11,28 @@ are broken, or that no runner can run them, is an error, not a score.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
-from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, UNSUPPORTED
+from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, TIMEOUT, UNSUPPORTED
 from common.grading import cases, shapes
 from common.grading.answers import answer_of
-from common.grading.cases import BadTests, CalledTests, Tests
+from common.grading.cases import BadTests, CalledTests, Printed, Tests
 from common.grading.support import Unsupported, unsupported
-from services.sandbox.grading.code import called, isolated, printed, real_pytest
+from services.sandbox.grading.code import called, isolated, real_pytest
 from services.sandbox.grading.code.attempt import Attempt
+from services.sandbox.grading.code.equality import same_text
 from services.sandbox.grading.code.prelude import prelude_of
 from services.sandbox.grading.code.programs import prefixed, program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed
+from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.jail.guests import judged
 from services.sandbox.outcomes.answer import Answer
+
+SPACES = 2  # times what is wanted that a program may print: layout, and what it says beside
 
 
 class Grading:
@@ -74,7 +79,25 @@ class Grading:
             return await self._in_python(source, tests)
         if isinstance(tests, CalledTests):
             return await called.passed(self._attempt, source, tests.function, tests.cases)
-        return await printed.passed(self._attempt, source, tests.cases)
+        found: list[bool] = []
+        while len(found) < len(tests.cases) and not self._attempt.over(found):
+            found.append(await self._printed(source, tests.cases[len(found)]))
+        return found + [False] * (len(tests.cases) - len(found))
+
+    async def _printed(self, source: str, case: Printed) -> bool:
+        """True if the program passes the case, in a jail of its own."""
+        attempt, program = self._attempt, Program(source, graded=True)
+        wanted = max(len(text.encode()) for text in case.accepted)
+        most = attempt.limits.output_bytes + SPACES * wanted
+        limits = replace(attempt.limits, output_bytes=most)
+        async with attempt.slots.one():
+            while (ran := await attempt.launcher.run(program, limits, case.stdin.encode())).starved:
+                attempt.starved(ran)
+        attempt.late += ran.status == TIMEOUT
+        if ran.status != OK or ran.exit:
+            return False
+        said = ran.stdout.decode("utf-8", "replace")
+        return any(same_text(said, text, attempt.tolerance) for text in case.accepted)
 
     async def _in_python(self, source: str, tests: str) -> list[bool]:
         """By the runner that the job names; `auto` is the isolated one where it can run them."""

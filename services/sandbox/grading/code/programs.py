@@ -149,15 +149,11 @@ def _words(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.alias):
             found |= {f"import {node.asname or node.name}", node.name}
         elif isinstance(node, ast.Call):
-            found |= {"()", "stdin"} if _opens_input(node) else {"()"}
+            opens = isinstance(node.func, ast.Name) and node.func.id == "open" and node.args
+            place = node.args[0] if opens else None
+            reads = isinstance(place, ast.Constant) and place.value in INPUTS
+            found |= {"()", "stdin"} if reads else {"()"}
     return found
-
-
-def _opens_input(call: ast.Call) -> bool:
-    """Whether it is `open(0)` or `open("/dev/stdin")`."""
-    opens = isinstance(call.func, ast.Name) and call.func.id == "open" and call.args
-    place = call.args[0] if opens else None
-    return isinstance(place, ast.Constant) and place.value in INPUTS
 
 
 class _Parser:
@@ -262,8 +258,7 @@ def _inline(text: str) -> str:
     parts = text.split(FENCE)
     if len(parts) < 3:
         return text
-    last = len(parts) - 2 if len(parts) % 2 else len(parts) - 3  # an open fence is no block
-    body = parts[last]
+    body = parts[-2 if len(parts) % 2 else -3]  # an open fence is no block
     tag, space, rest = body.partition("\n")
     if not space:
         tag, space, rest = body.partition(" ")

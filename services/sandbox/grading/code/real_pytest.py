@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB
 
 PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
-PASSED = "passed"
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class _PytestTrial(JailedTrial):
         said = await self.attempt.word(self._jail)
         if said is None or said.get("token") != token or said.get("test") != number:
             return None
-        return str(said.get("outcome")) == PASSED
+        return str(said.get("outcome")) == "passed"
 
 
 async def _jail(attempt: Attempt, suite: Suites, tests: str, source: str | None = None) -> Jail:
@@ -154,13 +153,8 @@ def _places(known: list[str], collected: list[str]) -> list[int | None]:
     by_name: dict[str, list[int]] = {}
     for place, name in enumerate(collected):
         by_name.setdefault(name, []).append(place)
-    seen: Counter[str] = Counter()
-    places: list[int | None] = []
-    for name in known:
-        there = by_name.get(name, [])
-        places.append(there[seen[name]] if seen[name] < len(there) else None)
-        seen[name] += 1
-    return places
+    left = {name: iter(places) for name, places in by_name.items()}
+    return [next(left.get(name, iter(())), None) for name in known]
 
 
 async def _first_word(attempt: Attempt, jail: Jail) -> dict[str, Any] | None:

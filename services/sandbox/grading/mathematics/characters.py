@@ -16,25 +16,9 @@ RAISED = re.compile(f"[{''.join(SUPERSCRIPTS)}]+")
 LOWERED = re.compile(f"[{''.join(SUBSCRIPTS)}]+")
 FRACTIONS = re.compile("[¼½¾⅐-⅞]")
 SIGNS = str.maketrans(
-    {
-        "｛": r"\{",
-        "｝": r"\}",
-        "〈": "(",
-        "〉": ")",
-        "⟨": "(",
-        "⟩": ")",
-        "、": ", ",
-        "。": ". ",
-        "∶": ":",
-        "＄": "",
-        "￥": "",
-        "¥": "",
-        "ℝ": r"\mathbb{R}",
-        "ℤ": r"\mathbb{Z}",
-        "ℕ": r"\mathbb{N}",
-        "ℚ": r"\mathbb{Q}",
-        "ℂ": r"\mathbb{C}",
-    }
+    {"｛": r"\{", "｝": r"\}", "〈": "(", "〉": ")", "⟨": "(", "⟩": ")"}
+    | {"、": ", ", "。": ". ", "∶": ":", "＄": "", "￥": "", "¥": ""}
+    | {sign: rf"\mathbb{{{name}}}" for sign, name in zip("ℝℤℕℚℂ", "RZNQC", strict=True)}
 )
 MATHS_BEFORE, MATHS_BEHIND = r"(?<=[0-9A-Za-z)\]}$])\s*", r"\s*(?=[0-9A-Za-z\\(\[{$+-])"
 
@@ -48,21 +32,9 @@ CONNECTIVES = (
     (re.compile(MATHS_BEFORE + _set("以及|和|与|與|及|と") + MATHS_BEHIND), " and "),
     (re.compile(MATHS_BEFORE + _set("或者|或是|或|または") + MATHS_BEHIND), r"\\text{ or }"),
 )
-UNITS = {
-    "毫米": "mm",
-    "厘米": "cm",
-    "千米": "km",
-    "公里": "km",
-    "米": "m",
-    "千克": "kg",
-    "公斤": "kg",
-    "克": "g",
-    "秒": "second",
-    "分钟": "minute",
-    "小时": "hour",
-    "天": "day",
-    "周": "week",
-}
+UNITS = {"毫米": "mm", "厘米": "cm", "千米": "km", "公里": "km", "米": "m"}
+UNITS |= {"千克": "kg", "公斤": "kg", "克": "g"}
+UNITS |= {"秒": "second", "分钟": "minute", "小时": "hour", "天": "day", "周": "week"}
 BEHIND_NUMBER, NO_WORD = r"(?<=[0-9}])\s*", r"(?![\u3040-\u9fff])"
 UNIT = re.compile(BEHIND_NUMBER + _set("|".join(UNITS)) + NO_WORD)
 DEGREES = re.compile(BEHIND_NUMBER + _set("度") + NO_WORD)
@@ -92,15 +64,8 @@ def plain(text: str) -> str:
     text = RAISED.sub(lambda m: "^{" + "".join(map(SUPERSCRIPTS.__getitem__, m[0])) + "}", text)
     text = LOWERED.sub(lambda m: "_{" + "".join(map(SUBSCRIPTS.__getitem__, m[0])) + "}", text)
     text = unicodedata.normalize("NFKC", text.translate(SIGNS))
-    return _words(text) if EAST_ASIAN.search(text) else text
-
-
-def _fraction(match: re.Match[str]) -> str:
-    over, under = unicodedata.normalize("NFKC", match[0]).split("\N{FRACTION SLASH}")
-    return rf"\frac{{{over}}}{{{under}}}"
-
-
-def _words(text: str) -> str:
+    if not EAST_ASIAN.search(text):
+        return text
     for pattern, word in CONNECTIVES:
         text = pattern.sub(word, text)
     text = PART.sub(r"\\frac{\2}{\1}", text)
@@ -109,6 +74,11 @@ def _words(text: str) -> str:
     text = IN_BRACKETS.sub("", IN_ALL.sub("", text))
     text = COUNTER.sub("", DEGREES.sub(r"^\\circ", text))
     return BEFORE_NUMBER.sub(" ", text)
+
+
+def _fraction(match: re.Match[str]) -> str:
+    over, under = unicodedata.normalize("NFKC", match[0]).split("\N{FRACTION SLASH}")
+    return rf"\frac{{{over}}}{{{under}}}"
 
 
 def _unit(match: re.Match[str]) -> str:

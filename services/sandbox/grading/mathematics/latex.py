@@ -7,30 +7,11 @@ from collections.abc import Iterator
 
 TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\d))")
-SIGNS = {
-    "−": "-",
-    "–": "-",
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "°": r"^\circ",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "∪": r"\cup ",
-    "€": "",
-    "£": "",
-    "{:}": ":",
-    "{.}": ".",
-    r"\lbrace": r"\{",
-    r"\rbrace": r"\}",
-    r"\varnothing": r"\emptyset",
-    r"\left\langle": "(",
-    r"\right\rangle": ")",
-    r"\langle": "(",
-    r"\rangle": ")",
-    "**": "^",
-}
+SIGNS = {"−": "-", "–": "-", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ", "×": r"\times "}
+SIGNS |= {"·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "€": "", "£": ""}
+SIGNS |= {"{:}": ":", "{.}": ".", r"\lbrace": r"\{", r"\rbrace": r"\}"}
+SIGNS |= {r"\varnothing": r"\emptyset", r"\left\langle": "(", r"\right\rangle": ")"}
+SIGNS |= {r"\langle": "(", r"\rangle": ")", "**": "^"}
 SPELLINGS = [
     (re.compile(r"\^\{\s*\\degrees?\s*\}|\^?\\degrees?(?![a-z])"), r"^\\circ"),
     (re.compile(r"~"), " "),

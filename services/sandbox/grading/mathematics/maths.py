@@ -43,21 +43,12 @@ NUMBER = re.compile(r"\s*-?\d+(?:\.\d+)?\s*")
 ROUND = re.compile(r"\s*(?:\\left)?\([^()]*\)\s*")
 CURLY = re.compile(r"(?:\\left)?\\\{[^()]*\\\}")
 TRUTH = ("yes", "no")  # short words that are no product of variables
-LENGTHS, MASSES, TIMES = "m", "g", "s"
-UNITS = {
-    "mm": (LENGTHS, Fraction(1, 1000)),
-    "cm": (LENGTHS, Fraction(1, 100)),
-    "m": (LENGTHS, Fraction(1)),
-    "meter": (LENGTHS, Fraction(1)),
-    "km": (LENGTHS, Fraction(1000)),
-    "g": (MASSES, Fraction(1)),
-    "kg": (MASSES, Fraction(1000)),
-    "second": (TIMES, Fraction(1)),
-    "minute": (TIMES, Fraction(60)),
-    "hour": (TIMES, Fraction(3600)),
-    "day": (TIMES, Fraction(86_400)),
-    "week": (TIMES, Fraction(604_800)),
+_UNITS: dict[str, dict[str, Fraction | int]] = {
+    "m": {"mm": Fraction(1, 1000), "cm": Fraction(1, 100), "m": 1, "meter": 1, "km": 1000},
+    "g": {"g": 1, "kg": 1000},
+    "s": {"second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800},
 }
+UNITS = {name: (kind, Fraction(by)) for kind, row in _UNITS.items() for name, by in row.items()}
 
 
 class _TooLong(BaseException):
@@ -77,7 +68,10 @@ def equal(gold: str, answer: str) -> bool:
     before = signal.signal(signal.SIGVTALRM, _stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
     try:
-        return _equal(gold, answer)
+        gold, answer = characters.plain(gold), characters.plain(answer)
+        if len(found := list(latex.boxes(gold))) and found[-1][2].strip():  # a solution's own
+            gold = found[-1][2]
+        return any(_reads(gold, one) for one in final_answer.stated(answer))
     except (_TooLong, ValueError, TypeError, ArithmeticError, RecursionError, AttributeError):
         return False
     finally:
@@ -85,19 +79,13 @@ def equal(gold: str, answer: str) -> bool:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def _equal(gold: str, answer: str) -> bool:
-    gold, answer = characters.plain(gold), characters.plain(answer)
-    if len(found := list(latex.boxes(gold))) and found[-1][2].strip():  # a solution's own
-        gold = found[-1][2]
-    return any(_reads(gold, one) for one in final_answer.stated(answer))
-
-
 def _reads(gold: str, stated: Stated) -> bool:
     """True if the answer, read in this way, comes to the gold."""
     said, boxed = stated.text, stated.alone
     if not said.strip() or (boxed and len(said) > BOXED) or golds.CODE.search(said):
         return False
-    said, boxed = _alternatives(said, boxed)
+    if not boxed and (match := OR.search(said[-200:])):  # two numbers to choose from: both are said
+        said, boxed = f"{match[1]}, {match[2]}", True
     wanted, said = latex.cleaned(gold), latex.cleaned(said) if boxed else said.strip()
     wanted, said = notations.united(wanted), notations.united(said) if boxed else said
     wanted, said = notations.mixed(wanted, False), notations.mixed(said, not boxed)
@@ -108,9 +96,7 @@ def _reads(gold: str, stated: Stated) -> bool:
 
 def _pair(wanted: str, said: str, boxed: bool) -> bool:
     decided = _by_form(wanted, said, boxed)
-    if decided is not None:
-        return decided
-    return _by_value(wanted, said, boxed)
+    return _by_value(wanted, said, boxed) if decided is None else decided
 
 
 def _by_form(wanted: str, said: str, boxed: bool) -> bool | None:
@@ -119,14 +105,12 @@ def _by_form(wanted: str, said: str, boxed: bool) -> bool | None:
         named = latex.letter(said, boxed)
         if named or not re.fullmatch(r"[a-z]", wanted):  # a small letter may be a variable
             return named == choice
-    words = latex.words(wanted)
-    if words is not None and (TEXT_ONLY.fullmatch(wanted) or len(words) > 3) and boxed:
-        found = latex.words(said)
-        if found is not None:
+    words, found = latex.words(wanted), latex.words(said)
+    if words is not None and found is not None:
+        if boxed and (TEXT_ONLY.fullmatch(wanted) or len(words) > 3):
             return _listed(found) == _listed(words)
-    if not boxed and words is not None and (words in TRUTH or len(words) > 3):
-        found = latex.words(said)
-        if found is not None and len(found) <= 2 * len(words):  # words, and no sentence
+        sentence = len(found) > 2 * len(words)
+        if not boxed and not sentence and (words in TRUTH or len(words) > 3):
             return found == words
     if said == wanted:
         return True
@@ -163,12 +147,6 @@ def _by_name(wanted: str, said: str) -> bool | None:
     return len(ordered) == len(values) and all(
         _pair(a, b, True) for a, b in zip(ordered, values, strict=True)
     )
-
-
-def _alternatives(said: str, boxed: bool) -> tuple[str, bool]:
-    """A sentence that ends with two numbers to choose from has named both."""
-    match = None if boxed else OR.search(said[-200:])
-    return (f"{match[1]}, {match[2]}", True) if match else (said, boxed)
 
 
 def _by_value(wanted: str, said: str, boxed: bool) -> bool:
@@ -220,17 +198,17 @@ def _far(gold: list[Any], found: list[Any]) -> bool:
     """Whether two numbers, of which math-verify has compared six decimals, are far apart in
     relation to their size: 0 is not 6.6e-34.
     """
-    numbers = [value for value in (*gold[:1], *found[:1]) if _is_number(value)]
+    numbers = [
+        N(value, DIGITS)
+        for value in (*gold[:1], *found[:1])
+        if isinstance(value, Expr)
+        and not value.has(UnevaluatedExpr)  # of percents: 50% is 50, too
+        and value.is_number
+    ]
     if len(numbers) < 2:
         return False
-    a, b = (N(number, DIGITS) for number in numbers)
+    a, b = numbers
     return bool(abs(a - b) > FAR * max(abs(a), abs(b)) and abs(a - b) > NOISE)
-
-
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, Expr) or value.has(UnevaluatedExpr):  # of percents: 50% is 50, too
-        return False
-    return bool(value.is_number)
 
 
 def _stop(*_: Any) -> None:

@@ -177,19 +177,11 @@ class Jail:
         refused = tuple(calls.name(number) for number in report.refused)
         if status == REFUSED:
             error = wanted(refused)
-        return Ran(
-            status,
-            self.stdout,
-            self.stderr,
-            report.exit,
-            report.cpu_s,
-            report.wall_s,
-            error,
-            report.laps,
-            refused,
-            report.timeout in ("wall", "starved"),
-            report.timeout == "starved",
-        )
+        used = report.exit, report.cpu_s, report.wall_s
+        starved = report.timeout == "starved"
+        by_clock = starved or report.timeout == "wall"
+        out, err = self.stdout, self.stderr
+        return Ran(status, out, err, *used, error, report.laps, refused, by_clock, starved)
 
     def _status(self, report: KeeperReport, over: bool) -> tuple[str, str]:
         limits, code = self.limits, report.exit
@@ -201,10 +193,9 @@ class Jail:
             return TIMEOUT, "the host gave it no core, disk or question for too long"
         if report.timeout:
             return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
-        memory = f"over {limits.memory_bytes >> 20} MiB of memory"
         out = code == guest.OUT_OF_MEMORY or (code == -9 and self._out_of_memory())
         if report.memory or out:
-            return OUT_OF_MEMORY, memory
+            return OUT_OF_MEMORY, f"over {limits.memory_bytes >> 20} MiB of memory"
         if code == guest.REFUSED:
             return REFUSED, wanted(())
         if code < 0:

@@ -23,7 +23,7 @@ class _DescriptorReader(ABC):
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
-        self._fd, self.ended = fd, False
+        self._fd, self.ended, self._came = fd, False, bytearray()
         self._waiter: asyncio.Future[None] | None = None
         asyncio.get_running_loop().add_reader(fd, self._read)
 
@@ -40,6 +40,13 @@ class _DescriptorReader(ABC):
             self._stop()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _read_all(self) -> None:
+        """Reads until nothing more comes now."""
+        before = -1
+        while not self.ended and len(self._came) > before:
+            before = len(self._came)
+            self._read()
 
     @abstractmethod
     def _took(self, part: bytes) -> None: ...
@@ -93,25 +100,21 @@ class JailOutput:
 
 class OutputStream(_DescriptorReader):
     def __init__(self, fd: int, output: JailOutput) -> None:
-        self._output, self._parts = output, bytearray()
+        self._output = output
         super().__init__(fd)
 
     def _took(self, part: bytes) -> None:
         kept = part[: self._output.left]
-        self._parts += kept
+        self._came += kept
         self._output.left -= len(kept)
         if len(kept) < len(part) and not self._output.over.done():
             self._output.over.set_result(None)
 
     def taken(self) -> bytes:
         """What has come since the last call."""
-        while not self.ended:
-            before = len(self._parts)
-            self._read()
-            if len(self._parts) == before:
-                break
-        found = bytes(self._parts)
-        self._parts.clear()
+        self._read_all()
+        found = bytes(self._came)
+        self._came.clear()
         return found
 
 
@@ -121,7 +124,6 @@ class Pipe(_DescriptorReader):
     def __init__(self, limit: int = FRAME_BYTES) -> None:
         self._limit = limit
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._buffer = bytearray()
         super().__init__(ours.detach())
 
     @property
@@ -137,8 +139,8 @@ class Pipe(_DescriptorReader):
         self._theirs.close()
 
     def _took(self, part: bytes) -> None:
-        self._buffer += part
-        if len(self._buffer) > frames.LENGTH + self._limit:
+        self._came += part
+        if len(self._came) > frames.LENGTH + self._limit:
             self._stop()
 
     def send_now(self, value: Any) -> bool:
@@ -157,10 +159,10 @@ class Pipe(_DescriptorReader):
         loop = asyncio.get_running_loop()
         async with clock.timeout(deadline_s, "a jail to take a frame"):
             while record:
-                free = loop.create_future()
-                loop.add_writer(self._fd, _wake, free)
+                free = asyncio.Event()
+                loop.add_writer(self._fd, free.set)
                 try:
-                    await free
+                    await free.wait()
                 finally:
                     loop.remove_writer(self._fd)
                 record = self._written(record)
@@ -178,40 +180,29 @@ class Pipe(_DescriptorReader):
 
     def silent(self) -> bool:
         """Whether nothing has come that was not received, and the jail has not gone."""
-        if not self.ended and not self._buffer:
+        if not self.ended and not self._came:
             self._read()
-        return not self.ended and not self._buffer
+        return not self.ended and not self._came
 
     async def receive(self, clock: Clock, deadline_s: float) -> Any:
         """The next frame; PeerLost at the end, BadMessage when it is none, DeadlineExceeded."""
-        if (frame := self._frame()) is not None:
-            return frame
-        async with clock.timeout(deadline_s, "a jail's answer"):
-            while True:
-                frame = self._frame()
-                if frame is not None:
-                    return frame
-                if self.ended:
-                    raise PeerLost("the jail has ended")
-                await self.arrival()
+        if (frame := self._frame()) is None:
+            async with clock.timeout(deadline_s, "a jail's answer"):
+                while frame is None:
+                    if self.ended:
+                        raise PeerLost("the jail has ended")
+                    await self.arrival()
+                    frame = self._frame()
+        return frame
 
     def arrived(self) -> Iterator[Any]:
         """The frames that have come by now."""
-        while not self.ended:
-            before = len(self._buffer)
-            self._read()
-            if len(self._buffer) == before:
-                break
+        self._read_all()
         while (frame := self._frame()) is not None:
             yield frame
 
     def _frame(self) -> Any:
         try:
-            return frames.taken(self._buffer, self._limit)
+            return frames.taken(self._came, self._limit)
         except frames.Closed as error:
             raise BadMessage(f"from a jail: {error}") from None
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -113,7 +113,10 @@ class Zygote:
     def _answered(self) -> None:
         try:
             while self._control.recv(16):
-                self._resolve(None)
+                answer, settled = self._unanswered.popleft()
+                if not answer.done():  # else whoever asked has gone
+                    answer.set_result(None)
+                settled()
             ended = ConnectionResetError("the zygote has ended")
         except BlockingIOError:
             return
@@ -125,15 +128,9 @@ class Zygote:
 
     def _fail(self, error: Exception) -> None:
         while self._unanswered:
-            self._resolve(error)
-
-    def _resolve(self, error: Exception | None) -> None:
-        answer, settled = self._unanswered.popleft()
-        if error is not None:
+            answer, settled = self._unanswered.popleft()
             _refuse(answer, error)
-        elif not answer.done():  # else whoever asked has gone
-            answer.set_result(None)
-        settled()
+            settled()
 
     def left(self) -> None:
         """One of its jails has ended."""

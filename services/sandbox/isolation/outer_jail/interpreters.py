@@ -1,7 +1,10 @@
-"""Which interpreter runs jailed Python: ours, the one that a job names, or that of its image."""
+"""Which interpreter runs jailed Python: ours, the one that a job names, or that of its image; and
+what a jail's root shows of it, and of its host or its image what programs need.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -14,6 +17,15 @@ from common.job.isolation.runners import Runner
 
 if TYPE_CHECKING:  # it imports numpy, which would delay each outer jail
     from common.api.sandbox import JailSettings
+
+
+JAIL = str(Path(__file__).parents[2] / "jail")  # the package that runs inside
+INSIDE = "/run/meshrl"  # where it lies in a jail
+PACKAGES = f"{INSIDE}/packages"  # and packages that the interpreter lacks
+SHOWN = ("/usr", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+OURS = ("dev", "proc", "run", "sys", "tmp")  # of an image they are not shown: a jail has its own
+PYTEST = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 
 
 @dataclass(frozen=True)
@@ -71,20 +83,45 @@ def _here(jail: JailSettings) -> Interpreter:
         return Interpreter(images.python_of(root, jail.python), False, (), root=str(root))
     if not jail.python:
         return Interpreter.own()
-    named = Path(jail.python)
-    base = _base_of(named)
-    places = {str(place) for place in (named.parent.parent, base) if place is not None}
+    python = Path(jail.python)
+    home = python.parent.parent
+    places = {str(home)}
+    if (settings := home / "pyvenv.cfg").is_file():  # its standard library lies elsewhere
+        pairs = (line.partition("=") for line in settings.read_text().splitlines())
+        bases = [value.strip() for key, _, value in pairs if key.strip() == "home"]
+        places |= {str(Path(base).resolve().parent) for base in bases[:1]}
     shown = tuple(sorted(place for place in places if not place.startswith("/usr")))
-    return Interpreter(str(named), False, shown)
+    return Interpreter(str(python), False, shown)
 
 
-def _base_of(python: Path) -> Path | None:
-    """Where the standard library of a virtual environment's interpreter lies."""
-    settings = python.parent.parent / "pyvenv.cfg"
-    if not settings.is_file():
-        return None
-    for line in settings.read_text().splitlines():
-        key, _, value = line.partition("=")
-        if key.strip() == "home":
-            return Path(value.strip()).resolve().parent
-    return None
+def with_pytest(interpreter: Interpreter) -> Interpreter:
+    """The same one with pytest imported: its own, or else the packages of ours alone. Where neither
+    has it, jails say so.
+    """
+    specs = [importlib.util.find_spec(name) for name in PYTEST]
+    places = [next(iter(s.submodule_search_locations or ()), s.origin or "") for s in specs if s]
+    packages = tuple(places) if len(places) == len(PYTEST) and all(places) else interpreter.packages
+    return replace(interpreter, warm=(*interpreter.warm, "pytest"), packages=packages)
+
+
+@dataclass(frozen=True)
+class RootContent:
+    """What lies in the root: files and directories by their place inside, and links."""
+
+    binds: dict[str, str]  # inside -> on this host
+    links: dict[str, str]  # inside -> what it says
+
+
+def content_of(interpreter: Interpreter, image: str = "") -> RootContent:
+    """Return the content of a root with that interpreter; `image`: where its root lies here."""
+    if interpreter.root:  # each thing at its top: a link there may lead nowhere but inside
+        root, shown = image or interpreter.root, ()
+        tops = {f"/{n}": os.path.join(root, n) for n in sorted(set(os.listdir(root)) - set(OURS))}
+    else:
+        shown = tuple(filter(os.path.exists, SHOWN))
+        tops = {place: place for place in LINKS if os.path.lexists(place)}
+    links = {inside: os.readlink(place) for inside, place in tops.items() if os.path.islink(place)}
+    binds = {place: place for place in (*shown, *interpreter.places)}
+    binds |= {inside: place for inside, place in tops.items() if inside not in links}
+    binds |= {f"{PACKAGES}/{os.path.basename(each)}": each for each in interpreter.packages}
+    return RootContent({**binds, f"{INSIDE}/jail": JAIL}, links)

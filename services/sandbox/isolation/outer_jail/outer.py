@@ -14,8 +14,13 @@ import resource
 import sys
 from pathlib import Path
 
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.outer_jail.root import INSIDE, JAIL, PACKAGES, content_of
+from services.sandbox.isolation.outer_jail.interpreters import (
+    INSIDE,
+    JAIL,
+    PACKAGES,
+    Interpreter,
+    content_of,
+)
 from services.sandbox.isolation.resources import users
 from services.sandbox.jail.confinement import kernel
 
@@ -39,7 +44,9 @@ def command(
     """
     package = INSIDE if tier == "bwrap" else os.path.dirname(JAIL)
     zygote = interpreter.command(START.format(package))
-    zygote += [str(control), tier, json.dumps(interpreter.warm), _searched_last(tier, interpreter)]
+    packages = [PACKAGES if tier == "bwrap" else os.path.dirname(p) for p in interpreter.packages]
+    searched_last = next(iter(packages), "")
+    zygote += [str(control), tier, json.dumps(interpreter.warm), searched_last]
     if tier != "bwrap":
         return zygote
     argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
@@ -50,7 +57,8 @@ def command(
     for inside, text in content.links.items():
         argv += ["--symlink", text, inside]
     for inside, place in content.binds.items():
-        argv += _parents(inside)  # bubblewrap would keep from all others what is kept from us
+        for parent in reversed(Path(inside).parents[:-1]):
+            argv += ["--dir", str(parent)]  # bubblewrap would keep others from what is kept from us
         argv += ["--ro-bind", gathered.get(place, place), inside]
     argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
     for device in DEVICES:
@@ -61,19 +69,6 @@ def command(
     # The zygote makes namespaces and mounts inside of its own; jails close all this behind them.
     argv += ["--cap-add", "ALL", "--remount-ro", "/dev", "--remount-ro", "/"]
     return [*argv, *zygote]
-
-
-def _parents(place: str) -> list[str]:
-    """Makes the directories above a place, for every user to enter."""
-    above = [str(parent) for parent in reversed(Path(place).parents)]
-    return [word for parent in above[1:] for word in ("--dir", parent)]
-
-
-def _searched_last(tier: str, interpreter: Interpreter) -> str:
-    """Where a zygote finds the packages; empty: there are none."""
-    if not interpreter.packages:
-        return ""
-    return PACKAGES if tier == "bwrap" else os.path.dirname(interpreter.packages[0])
 
 
 def gather(places: list[str]) -> dict[str, str]:
@@ -104,8 +99,8 @@ def main() -> None:
         # Written by root it is also the least that a jail can set: they go before anything else.
         Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
         if tier == "bwrap":
-            image = [interpreter.root] if interpreter.root else []
-            gathered = gather([*interpreter.places, *interpreter.packages, JAIL, *image])
+            places = [*interpreter.places, *interpreter.packages, JAIL, interpreter.root]
+            gathered = gather(list(filter(None, places)))
             own_users = users.namespace(users.PLAIN_ID)
             kernel.become(users.PLAIN_ID)
         else:

@@ -63,19 +63,21 @@ def find(root: Path = ROOT, own: dict[str, str] | None = None) -> Homes | None:
 
     `own` has the paths of its groups by controller, the one of v2 under the empty name.
     """
-    own = dict(_own()) if own is None else own
+    if own is None:
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        own = {name: path for _, names, path in lines for name in names.split(",")}
     for homes in (_unified(root, own), _separate(root, own)):
-        if homes is not None and _works(replace(homes, cpu=None, unified=None, cpuacct=None)):
-            return _extended(homes)
+        least = homes and replace(homes, cpu=None, unified=None, cpuacct=None)
+        if homes is None or least is None or not _works(least):
+            continue
+        if homes.cpu is not None and _works(replace(least, cpu=homes.cpu)):
+            least = replace(least, cpu=homes.cpu)
+        if homes.unified is not None and _works(replace(least, unified=homes.unified)):
+            return replace(least, unified=homes.unified)
+        if homes.cpuacct is not None and _works(replace(least, cpuacct=homes.cpuacct)):
+            return replace(least, cpuacct=homes.cpuacct)  # v1 counts only where v2 does not
+        return least
     return None
-
-
-def _own() -> list[tuple[str, str]]:
-    found = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        found += [(name, path) for name in controllers.split(",")]
-    return found
 
 
 def _unified(root: Path, own: dict[str, str]) -> Homes | None:
@@ -124,30 +126,16 @@ def _separate(root: Path, own: dict[str, str]) -> Homes | None:
 def _works(homes: Homes) -> bool:
     try:
         group = Cgroup(homes, f"{PREFIX}probe-{os.getpid()}")
+        try:
+            group.limit(64 << 20, 8)
+            if group.freezes:
+                group.freeze(True)
+                group.freeze(False)
+        finally:
+            group.remove()
     except OSError:
         return False
-    try:
-        group.limit(64 << 20, 8)
-        if group.freezes:
-            group.freeze(True)
-            group.freeze(False)
-    except OSError:
-        return False
-    finally:
-        group.remove()
     return True
-
-
-def _extended(homes: Homes) -> Homes:
-    """With as much of the rest as can be used; v1 counts only where v2 does not."""
-    least = replace(homes, cpu=None, unified=None, cpuacct=None)
-    if homes.cpu is not None and _works(replace(least, cpu=homes.cpu)):
-        least = replace(least, cpu=homes.cpu)
-    if homes.unified is not None and _works(replace(least, unified=homes.unified)):
-        return replace(least, unified=homes.unified)
-    if homes.cpuacct is not None and _works(replace(least, cpuacct=homes.cpuacct)):
-        return replace(least, cpuacct=homes.cpuacct)
-    return least
 
 
 class Cgroup:
@@ -226,11 +214,8 @@ class Cgroup:
 
     def killed(self) -> int:
         """Processes that went over the memory limit, so far."""
-        for line in os.pread(self._events, 1024, 0).splitlines():
-            key, _, value = line.partition(b" ")
-            if key == b"oom_kill":
-                return int(value)
-        return 0
+        lines = os.pread(self._events, 1024, 0).splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), 0)
 
     def empty(self) -> bool:
         """Whether no process is in it, and no memory but what the kernel can take back: the files
@@ -238,12 +223,11 @@ class Cgroup:
         """
         if os.pread(self._members, 16, 0) != b"0\n":
             return False
-        return int(os.pread(self._current, 32, 0)) <= LEFT_BYTES or self._held() <= LEFT_BYTES
-
-    def _held(self) -> int:
-        """Bytes; read where much is charged, which may be pages of files that others read, too."""
-        lines = (self._memory / "memory.stat").read_bytes().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.split()[0] in HELD)
+        if int(os.pread(self._current, 32, 0)) <= LEFT_BYTES:
+            return True
+        # What is charged may be pages of files that others read, too.
+        lines = map(bytes.split, (self._memory / "memory.stat").read_bytes().splitlines())
+        return sum(int(size) for name, size in lines if name in HELD) <= LEFT_BYTES
 
     def remove(self) -> None:
         """Removes the directories of the group, if nobody is left in them."""

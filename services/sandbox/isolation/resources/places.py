@@ -86,7 +86,11 @@ class JailPlaces:
         """
         if self._homes is None:
             return None
-        bounds = self._bounds(limits)
+        bounds = limits.memory_bytes + OVERHEAD_BYTES, limits.processes
+        if self._runner:  # a kernel's files are its memory, and it has threads for each process
+            size = limits.memory_bytes + RUNNER_BYTES + limits.scratch_bytes
+            processes = limits.processes + RUNNER_PROCESSES + RUNNER_THREADS * limits.processes
+            bounds = size, processes
         group = self._empty_group(*bounds)
         for _ in range(LEAVING_LOOKS):
             if group is not None or not self._groups or self._runner:
@@ -103,27 +107,15 @@ class JailPlaces:
                 raise
         return group
 
-    def _bounds(self, limits: JailLimits) -> tuple[int, int]:
-        """Bytes and processes of a group: the guest's, and what is beside it."""
-        if not self._runner:
-            return limits.memory_bytes + OVERHEAD_BYTES, limits.processes
-        # A kernel's files are its memory, and it has threads for each of its processes.
-        size = limits.memory_bytes + RUNNER_BYTES + limits.scratch_bytes
-        return size, limits.processes + RUNNER_PROCESSES + RUNNER_THREADS * limits.processes
-
     def _empty_group(self, memory_bytes: int, processes: int) -> Cgroup | None:
         for _ in range(len(self._groups)):
-            group, taken = self._groups.popleft(), False
-            try:
-                if group.empty():
-                    if group.freezes:
-                        group.freeze(False)
-                    taken = group.limit(memory_bytes, processes)
-            finally:
-                if not taken:
-                    self._groups.append(group)
-            if taken:
-                return group
+            self._groups.rotate(-1)
+            group = self._groups[-1]
+            if group.empty():
+                if group.freezes:
+                    group.freeze(False)
+                if group.limit(memory_bytes, processes):
+                    return self._groups.pop()
         return None
 
     @property

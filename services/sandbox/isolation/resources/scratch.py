@@ -40,7 +40,9 @@ def remove(place: str) -> bool:
             name = pending.pop()
             folder = os.open(name or ".", DIRECTORY, dir_fd=top)
             try:
-                for entry in _entries(folder):
+                opened = f"/proc/self/fd/{folder}"
+                os.chmod(opened, 0o700)
+                for entry in os.listdir(os.fsencode(opened)):
                     moved = f"{mark}-{number}"
                     if _moved_up(folder, entry, top, moved):
                         pending.append(moved)
@@ -55,13 +57,6 @@ def remove(place: str) -> bool:
     finally:
         os.close(top)
     return True
-
-
-def _entries(folder: int) -> list[bytes]:
-    """The names in a directory, which is opened for it."""
-    opened = f"/proc/self/fd/{folder}"
-    os.chmod(opened, 0o700)
-    return os.listdir(os.fsencode(opened))
 
 
 def _moved_up(folder: int, entry: bytes, top: int, name: str) -> bool:

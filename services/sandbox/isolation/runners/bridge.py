@@ -89,12 +89,18 @@ class Bridge:
         except BridgeEnded:
             report = None
         except (NoContainer, mux.Garbage) as error:
-            report = {"failed": self._words(error)}
+            text = str(error)
+            if isinstance(error, mux.Garbage):
+                text = f"what it says is no jail's: {error.args[0][:100]!r}"
+            said = self._said.decode("utf-8", "replace").strip()[-300:]
+            report = {"failed": f"{self._runner.name}: {text}{': ' if said else ''}{said}"}
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if report is None or "failed" in report:
             self._kill()
-        self._close_outputs()
+        if self._process is not None:
+            for name in self._fds.keys() - {"keeper"}:
+                self._link.finish(mux.NAMED[name])
         if report is not None:
             os.set_blocking(keeper, True)
             with contextlib.suppress(frames.Closed):
@@ -102,13 +108,6 @@ class Bridge:
         os.close(keeper)
         self._end()
         os._exit(0)
-
-    def _words(self, error: Exception) -> str:
-        text = str(error)
-        if isinstance(error, mux.Garbage):
-            text = f"what it says is no jail's: {error.args[0][:100]!r}"
-        said = self._said.decode("utf-8", "replace").strip()[-300:]
-        return f"{self._runner.name}: {text}{': ' if said else ''}{said}"
 
     # ---- start --------------------------------------------------------------------------------
 
@@ -134,11 +133,8 @@ class Bridge:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd="/",
-                env={
-                    **leftovers.environment(),
-                    leftovers.MARK: self._name,
-                    "HOME": str(self._place),
-                },
+                env=leftovers.environment()
+                | {leftovers.MARK: self._name, "HOME": str(self._place)},
                 start_new_session=True,
                 pass_fds=lists,
                 preexec_fn=become,
@@ -149,10 +145,10 @@ class Bridge:
             for fd in lists:
                 os.close(fd)
         assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._link = mux.Mux(self._process.stdout.fileno(), self._process.stdin.fileno())
         self._errors = self._process.stderr.fileno()
         os.set_blocking(self._errors, False)
-        link = self._link
+        link = mux.Mux(self._process.stdout.fileno(), self._process.stdin.fileno())
+        self._link = link
         link.outbox += self._carried + frames.pack(self._request)
         link.attach(mux.CONTROL, took=self._hello.extend)
         link.attach(mux.KEEPER, took=self._reported.extend)
@@ -178,9 +174,9 @@ class Bridge:
             if self._finished():
                 return self._report
             if self._link.over and self._report is None:
-                if not self._hello:
-                    raise NoContainer(f"the container ended at its start{self._how()}")
-                return None
+                if self._hello:
+                    return None
+                raise NoContainer(f"the container ended at its start{self._how()}")
             if not self._hello and time.monotonic() - started > START_S:
                 raise NoContainer(f"the container has not started after {START_S:g} s")
             if clock is None and self._hello and self._nonce:
@@ -201,9 +197,8 @@ class Bridge:
         self._link.send(mux.KEEPER, part)
         self._asked += part
         while (frame := _taken(self._asked)) is not None:
-            self._nonce = (
-                str(frame.get("nonce", self._nonce)) if "mode" not in frame else self._nonce
-            )
+            if "mode" not in frame:
+                self._nonce = str(frame.get("nonce", self._nonce))
             if "lap" in frame:
                 self._laps += 1
                 if clock is not None:
@@ -220,8 +215,7 @@ class Bridge:
             raise NoContainer("the keeper's report is none")
         if self._report is None and (report := _taken(self._reported)) is not None:
             self._report = plain(report)
-        printed = (mux.STDOUT, mux.STDERR)
-        return self._report is not None and all(map(self._link.passed_on, printed))
+        return self._report is not None and all(map(self._link.passed_on, mux.OUTPUTS))
 
     def _stopped(self, end: str, clock: ContainerClock) -> dict[str, Any]:
         """The report of one that was ended from here."""
@@ -255,24 +249,14 @@ class Bridge:
             code = self._process.wait(LEAVING_S)
         except subprocess.TimeoutExpired:
             return ""
-        while self._hear() and code is None:
-            continue
+        self._hear()
         return f" by signal {-code}" if code < 0 else f" with status {code}"
 
     # ---- end ----------------------------------------------------------------------------------
 
-    def _close_outputs(self) -> None:
-        if self._process is None:
-            return
-        for name in self._fds:
-            if name != "keeper":
-                self._link.finish(mux.NAMED[name])
-
     def _kill(self) -> None:
         """All processes of the container that are seen from here."""
-        if self._process is None:
-            return
-        while pids := [pid for pid in usage.tree(os.getpid()) if not usage.ended(pid)]:
+        while self._process and (pids := list(filter(usage.runs, usage.tree(os.getpid())))):
             usage.kill(pids)
             time.sleep(0.002)
 
@@ -331,7 +315,13 @@ class ContainerClock:
         now = time.monotonic()
         memory = now - self._memory_at >= MEMORY_LOOK_S
         use = self._use(memory)
-        waited = self._waited(use, now)
+        # The kernel counts a wait for a core when it ends: one that goes on is seen by a process
+        # that would run and does not.
+        last, self._last = self._last, (now, use)
+        if use.runnable:
+            moved = use.cpu_s - last[1].cpu_s + use.queued_s - last[1].queued_s
+            self._unseen_s += max(0.0, now - last[0] - moved)
+        counted = use.queued_s - self._before.queued_s + watch.stolen() - self._stolen
         elapsed, cpu = now - self._at, use.cpu_s - self._before.cpu_s
         self.cpu_s, self.wall_s = cpu, now - self._begun
         if memory:
@@ -349,19 +339,8 @@ class ContainerClock:
             return "cpu"
         if elapsed > watch.SLOWEST * limits.wall_s + watch.SLOWEST_S:
             return "starved"
-        ran_s = elapsed - waited - self._stood_s
+        ran_s = elapsed - counted - self._unseen_s - self._stood_s
         return "wall" if not self._stands_since and ran_s > limits.wall_s else ""
-
-    def _waited(self, use: usage.Use, now: float) -> float:
-        """Seconds of this lap without a core. The kernel counts a wait when it ends: one that goes
-        on is seen by a process that would run and does not.
-        """
-        last, self._last = self._last, (now, use)
-        if use.runnable:
-            moved = use.cpu_s - last[1].cpu_s + use.queued_s - last[1].queued_s
-            self._unseen_s += max(0.0, now - last[0] - moved)
-        counted = use.queued_s - self._before.queued_s + watch.stolen() - self._stolen
-        return counted + self._unseen_s
 
 
 def plain(report: dict[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,11 @@ this host that bubblewrap would not show.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from services.sandbox.isolation.outer_jail.root import RootContent
+from services.sandbox.isolation.outer_jail.interpreters import RootContent
 from services.sandbox.isolation.resources.limits import JailLimits
 
 # The keeper is root inside, which is not root here, and needs no more: the guest gets a user of its
@@ -46,9 +45,10 @@ def configuration(
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]},
         {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": scratch},
     ]
-    for inside, place in shown.binds.items():
-        options = list(READ_ONLY)
-        mounts.append({"destination": inside, "type": "bind", "source": place, "options": options})
+    mounts += [
+        {"destination": inside, "type": "bind", "source": place, "options": list(READ_ONLY)}
+        for inside, place in shown.binds.items()
+    ]
     kinds = ("effective", "permitted", "bounding")
     return {
         "ociVersion": "1.0.2",
@@ -71,7 +71,3 @@ def configuration(
             "readonlyPaths": ["/proc/sys", "/proc/sysrq-trigger"],
         },
     }
-
-
-def write(place: Path, document: dict[str, Any]) -> None:
-    (place / "config.json").write_text(json.dumps(document))

@@ -6,6 +6,7 @@ environment, and their own directories in it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -58,15 +59,10 @@ def sweep() -> None:
 def kill(name: str) -> None:
     """All processes that carry the name of a folder in their environment."""
     mark = f"{MARK}={name}-".encode()
-    pids = [int(text) for text in os.listdir("/proc") if text.isdigit()]
-    usage.kill([pid for pid in pids if pid != os.getpid() and mark in _environ(pid)])
-
-
-def _environ(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
+    for pid in [int(text) for text in os.listdir("/proc") if text.isdigit()]:
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes():
+                usage.kill([pid])
 
 
 def delete(place: Path) -> None:

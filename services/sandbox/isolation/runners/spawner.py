@@ -19,13 +19,17 @@ from typing import Any
 
 from common.base.errors import MeshError
 from common.job.isolation.runners import Runner
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.outer_jail.root import INSIDE, JAIL, PACKAGES, content_of
+from services.sandbox.isolation.outer_jail.interpreters import (
+    INSIDE,
+    JAIL,
+    PACKAGES,
+    Interpreter,
+    content_of,
+)
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.users import PLAIN_ID
 from services.sandbox.isolation.runners import bundle, leftovers
 from services.sandbox.isolation.runners.bridge import Bridge
-from services.sandbox.isolation.runners.first import CARRIED, SHOWN
 from services.sandbox.jail import zygote
 from services.sandbox.jail.confinement import kernel
 from services.sandbox.jail.metering import watch
@@ -33,6 +37,51 @@ from services.sandbox.jail.wire import frames, mux
 
 IN_CONTAINER = "/tmp"  # scratch of a container that has a /tmp of its own
 SOURCES = Path(JAIL)
+
+# ---- the first lines that Python runs in a container --------------------------------------------
+
+VERSION = """
+import sys
+sys.version_info >= (3, 8) or sys.exit(
+    "meshrl: jails take Python 3.8 or newer, this is " + sys.version
+)
+"""
+# Run where no bundle shows the package: it comes as the first frame, and is imported from that.
+CARRIED = (
+    VERSION
+    + """import importlib.util, json, os
+def exactly(size):
+    parts = b""
+    while len(parts) < size:
+        part = os.read(0, size - len(parts))
+        if not part:
+            sys.exit("the sandbox has gone")
+        parts += part
+    return parts
+files = json.loads(exactly(int.from_bytes(exactly(4), "little")))
+class Carried:
+    def find_spec(self, name, path=None, target=None):
+        if name in files:
+            package = any(each.startswith(name + ".") for each in files)
+            return importlib.util.spec_from_loader(name, self, is_package=package)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        module.__file__ = "<meshrl>/" + module.__name__
+        exec(compile(files[module.__name__], module.__file__, "exec"), module.__dict__)
+sys.meta_path.insert(0, Carried())
+import jail.relay
+jail.relay.main()
+"""
+)
+SHOWN = (
+    VERSION
+    + """sys.path.insert(0, {!r})
+import jail.relay
+sys.path.pop(0)
+jail.relay.main()
+"""
+)
 
 
 class Containers:
@@ -55,7 +104,13 @@ class Containers:
 
     def _begin(self, packet: bytes, descriptors: list[int]) -> None:
         """In a fork: never returns."""
-        self._become_bridge()
+        # Apart from the spawner, whose session is killed with it, and told when that has ended.
+        parent = os.getppid()
+        self._control.close()
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not kernel.end_with(parent, signal.SIGTERM):
+            os._exit(0)
         request: dict[str, Any] = json.loads(packet)
         fds = dict(zip(request["descriptors"], descriptors, strict=True))
         interpreter, runner = self._interpreter, self._runner
@@ -64,15 +119,13 @@ class Containers:
         limits = JailLimits(**request["limits"])
         # Its clock is watched from here, where one sees what it waits for a core.
         inside = replace(limits, wall_s=watch.SLOWEST * limits.wall_s + watch.SLOWEST_S)
-        scratch = IN_CONTAINER
-        if not runner.bundled:
-            scratch = f"{IN_CONTAINER}/{self._folder.name}-{place.name}"
+        own = "" if runner.bundled else f"/{self._folder.name}-{place.name}"
         asked = {
             "limits": inside.document(),
             "channels": [name for name in fds if name in mux.NAMED],
             "warm": interpreter.warm,
             "searched_last": PACKAGES if runner.bundled and interpreter.packages else "",
-            "scratch": scratch,
+            "scratch": f"{IN_CONTAINER}{own}",
             "user": request["user"] or PLAIN_ID,
             "nice": 0,
             "counted": request["counted"],
@@ -81,24 +134,16 @@ class Containers:
         arguments = interpreter.command(SHOWN.format(INSIDE) if runner.bundled else CARRIED)
         if runner.bundled:
             document = bundle.configuration(self._root, self._shown, arguments, limits)
-            bundle.write(place, document)
+            (place / "config.json").write_text(json.dumps(document))
         Bridge(runner, place, arguments, self._carried, limits, asked, fds, request["nice"]).run()
 
     def serve(self, control: socket.socket) -> None:
         self._control = control
-        zygote.serve(control, self._begin, self._count_next)
 
-    def _count_next(self) -> None:
-        self._count += 1
+        def prepare() -> None:
+            self._count += 1
 
-    def _become_bridge(self) -> None:
-        """Apart from the spawner, whose session is killed with it, and told when that has ended."""
-        parent = os.getppid()
-        self._control.close()
-        os.setsid()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if not kernel.end_with(parent, signal.SIGTERM):
-            os._exit(0)
+        zygote.serve(control, self._begin, prepare)
 
 
 def carried() -> bytes:

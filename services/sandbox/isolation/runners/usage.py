@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from dataclasses import dataclass
@@ -34,10 +35,10 @@ def tree(root: int) -> list[int]:
     return found
 
 
-def ended(pid: int) -> bool:
-    """Whether it is gone, but for its parent's asking how."""
+def runs(pid: int) -> bool:
+    """Whether it is there, and not only for its parent to ask how it ended."""
     fields = proc.fields(pid)
-    return not fields or fields[0] in (b"Z", b"X")
+    return bool(fields) and fields[0] not in (b"Z", b"X")
 
 
 def of(pids: list[int], memory: bool) -> Use:
@@ -46,24 +47,15 @@ def of(pids: list[int], memory: bool) -> Use:
     for pid in pids:
         if fields := proc.fields(pid):
             ticks += sum(map(int, fields[11:15]))
-            queued_s += _queued_s(pid)
+            with contextlib.suppress(OSError):
+                threads = os.listdir(f"/proc/{pid}/task")
+                queued_s += sum(proc.scheduled(f"{pid}/task/{thread}")[1] for thread in threads)
             runnable = runnable or fields[0] == b"R"
             size += proc.share_bytes(pid) if memory else 0
     return Use(ticks / TICKS, queued_s, size, runnable)
 
 
-def _queued_s(pid: int) -> float:
-    """What all its threads have waited for a core."""
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return 0.0
-    return sum(proc.scheduled(f"{pid}/task/{thread}")[1] for thread in threads)
-
-
 def kill(pids: list[int]) -> None:
     for pid in pids:
-        try:
+        with contextlib.suppress(OSError):  # it has ended, or is not ours to end
             os.kill(pid, signal.SIGKILL)
-        except OSError:  # it has ended, or was started by a program that is not ours to end
-            continue

@@ -28,14 +28,8 @@ from . import judged, suite
 # Exit statuses that name why a program ended; the sandbox tells the model in words.
 OUT_OF_MEMORY, REFUSED = 72, 77
 REFUSALS = {
-    errno.EPERM,
-    errno.EACCES,
-    errno.EAGAIN,
-    errno.EFBIG,
-    errno.ENOSPC,
-    errno.EMFILE,
-    errno.EROFS,
-    errno.EDQUOT,
+    *(errno.EPERM, errno.EACCES, errno.EAGAIN, errno.EFBIG),
+    *(errno.ENOSPC, errno.EMFILE, errno.EROFS, errno.EDQUOT),
 }
 SOURCE_NAME = "main.py"
 
@@ -79,30 +73,24 @@ def make_streams() -> None:
     """Standard streams over descriptors 0 to 2, whatever these are when a guest runs: the zygote
     makes them once. They ask then whether one can seek in what they write to: it must be a pipe.
     """
-    stdin = io.BufferedReader(_named(io.FileIO(0, closefd=False), "stdin"))
-    sys.stdin = judged.as_opened(io.TextIOWrapper(stdin, encoding="utf-8"), "r")
-    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - its type says that nobody does
     reading, writing = os.pipe()
-    for name, fd in (("stdout", 1), ("stderr", 2)):
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         kept = os.dup(fd)
-        os.dup2(writing, fd)
-        raw = io.BufferedWriter(_named(io.FileIO(fd, "w", closefd=False), name))
-        text = io.TextIOWrapper(
-            raw, encoding="utf-8", errors="backslashreplace", line_buffering=True
-        )  # what was printed before a time-out is not lost
+        if fd:
+            os.dup2(writing, fd)
+        file = io.FileIO(fd, "w" if fd else "r", closefd=False)
+        file.name = f"<{name}>"  # as an interpreter does; all streams over it have the same
+        raw = io.BufferedWriter(file) if fd else io.BufferedReader(file)
+        how: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True} if fd else {}
+        # By lines: what was printed before a time-out is not lost.
+        text = judged.as_opened(io.TextIOWrapper(raw, "utf-8", **how), "w" if fd else "r")
         os.dup2(kept, fd)
         os.close(kept)
-        setattr(sys, name, judged.as_opened(text, "w"))
+        setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     os.close(reading)
     os.close(writing)
     judged.ready()
-
-
-def _named(file: io.FileIO, name: str) -> io.FileIO:
-    """With the name that an interpreter gives it; all streams over it have the same."""
-    file.name = f"<{name}>"
-    return file
 
 
 def seed_random() -> None:
@@ -116,13 +104,13 @@ def _module(source: str, name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__file__ = SOURCE_NAME
     sys.modules[name] = module
-    exec(_compiled(source, SOURCE_NAME), module.__dict__)
+    _show_lines(source, SOURCE_NAME)
+    exec(compile(source, SOURCE_NAME, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
-def _compiled(source: str, name: str) -> types.CodeType:
+def _show_lines(source: str, name: str) -> None:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    return compile(source, name, "exec", dont_inherit=True)
 
 
 def show(error: BaseException) -> None:
@@ -205,13 +193,12 @@ def _cells(fd: int) -> None:
 
 def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
     tree = ast.parse(source, name)
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    _show_lines(source, name)
     shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), namespace)
     if isinstance(shown, ast.Expr):
-        value = eval(
-            compile(ast.Expression(shown.value), name, "eval", dont_inherit=True), namespace
-        )
+        code = compile(ast.Expression(shown.value), name, "eval", dont_inherit=True)
+        value = eval(code, namespace)
         if value is not None:
             namespace["_"] = value
             print(repr(value))

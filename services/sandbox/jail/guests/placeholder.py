@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 class Uses:
     """How often more was asked of a placeholder than a name."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
 
 class PlaceholderUsed(Exception):

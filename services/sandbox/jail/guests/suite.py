@@ -127,16 +127,12 @@ class _PytestSession:
         return self._stand_in is not None and self._stand_in.__dict__["uses"].count > 0
 
     def _say_broken(self) -> None:
-        error = self._broken
-        cause = error
+        error = cause = self._broken
         while cause is not None and not isinstance(cause, ModuleNotFoundError):
             cause = cause.__cause__ or cause.__context__
-        said = {
-            "broken": f"{type(error).__name__}: {error}"[:TEXT],
-            "module": getattr(cause, "name", None) or "",
-            "used": self._used(),
-        }
-        frames.send(self._channel, said)
+        broken = f"{type(error).__name__}: {error}"[:TEXT]
+        module = getattr(cause, "name", None) or ""
+        frames.send(self._channel, {"broken": broken, "module": module, "used": self._used()})
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """In place of pytest's own, which would go on without being asked."""

@@ -23,11 +23,7 @@ class Watched:
     """
 
     def __init__(
-        self,
-        limit: int,
-        members: Callable[[], list[int]],
-        newest: Callable[[], int],
-        only: int,
+        self, limit: int, members: Callable[[], list[int]], newest: Callable[[], int], only: int
     ) -> None:
         self._limit = limit + OVERHEAD_BYTES
         self._members, self._newest, self._only = members, newest, only

@@ -6,6 +6,7 @@ more: past so many the listener is closed, and the kernel answers ENOSYS by itse
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -48,7 +49,12 @@ class Refusals:
             if number not in self._in_lap:
                 self._in_lap.add(number)
                 self._said(number)
-            self._send(ANSWER.pack(identifier, 0, -errno.EPERM, 0))
+            answer = ANSWER.pack(identifier, 0, -errno.EPERM, 0)
+            # Nobody asks a second time: no signal of ours, as of a child's end, may end the answer.
+            while True:
+                with contextlib.suppress(InterruptedError):
+                    self._ioctl(self.fd, LISTENER_ANSWER, answer)
+                    break
         except OSError as error:
             if error.errno not in GONE:
                 raise
@@ -56,14 +62,3 @@ class Refusals:
         if not self._left:
             os.close(self.fd)
             self.fd = -1
-
-    def _send(self, answer: bytes) -> None:
-        """A call that was received is asked for no second time, so a signal of ours, as the end of
-        a child sends it, must not be the end of its answer.
-        """
-        while True:
-            try:
-                self._ioctl(self.fd, LISTENER_ANSWER, answer)
-            except InterruptedError:
-                continue
-            return

@@ -99,8 +99,7 @@ class GuestWatch:
 
     def until_ended(self) -> dict[str, Any]:
         while True:
-            ended = self._reaped()
-            if ended is not None:
+            if (ended := self._reaped()) is not None:
                 return ended
             now = time.monotonic()
             if self._memory is not None and now >= self._memory.due and not self._stopped:

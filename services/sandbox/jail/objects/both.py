@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from . import values
+from .errors import asked
 from .remote import ARITHMETIC, ORDER, Both, RemotePlace, is_wanted, place_of
 
 
@@ -15,35 +16,23 @@ def _attribute(self: Any, name: str) -> Any:
     return place.ask("get", name)
 
 
-def _asked(name: str, operation: str) -> Callable[..., Any]:
-    def method(self: Any, *arguments: Any) -> Any:
-        return str(vars(self)["_place"].ask(operation, *arguments))
-
-    return method
-
-
 _MEMBERS = {
     "__getattr__": _attribute,
-    "__repr__": _asked("__repr__", "repr"),
-    "__str__": _asked("__str__", "str"),
-    "__format__": lambda self, spec: vars(self)["_place"].ask("operator", "__format__", spec),
+    "__repr__": lambda self: str(vars(self)["_place"].ask("repr")),
+    "__str__": lambda self: str(vars(self)["_place"].ask("str")),
+    "__format__": asked("operator", "__format__"),
 }
 _CLASSES: dict[Any, Any] = {}
-_CHANGED = frozenset(
-    [f"__{name}__" for name in (*ARITHMETIC, *ORDER, *(f"r{name}" for name in ARITHMETIC))]
-    + [f"__{name}__" for name in ("neg", "pos", "abs", "invert", "len", "iter", "bool", "call")]
-)
+_UNARY = ("neg", "pos", "abs", "invert", "len", "iter", "bool", "call")
+_NAMES = (*ARITHMETIC, *ORDER, *(f"r{name}" for name in ARITHMETIC), *_UNARY)
+_CHANGED = frozenset(f"__{name}__" for name in _NAMES)
 _ASKED = {"__len__": "len", "__iter__": "iter", "__bool__": "bool"}
 
 
 def overridden(kind: Any, base: Any) -> list[str]:
     """Operators and public methods of data that a class which derives from it defines anew."""
-    names = [name for name in dir(base) if not name.startswith("_")]
-    return [
-        name
-        for name in (*names, *_CHANGED)
-        if getattr(kind, name, None) is not getattr(base, name, None)
-    ]
+    names = [*(name for name in dir(base) if not name.startswith("_")), *_CHANGED]
+    return [n for n in names if getattr(kind, n, None) is not getattr(base, n, None)]
 
 
 def _redefined(name: str, base: Any) -> Callable[..., Any]:

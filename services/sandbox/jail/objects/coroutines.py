@@ -43,19 +43,13 @@ def run(target: Any, waits: Optional[Callable[[], None]] = None) -> Any:
             _LOOPS.append(asyncio.new_event_loop())
             asyncio.set_event_loop(_LOOPS[0])
         return _LOOPS[0].run_until_complete(waited())
-    return _beside(waited())
-
-
-def _beside(coroutine: Any) -> Any:
-    """While a loop of this thread waits for it."""
-    import asyncio
-    import threading
+    import threading  # a loop of this thread waits for it
 
     found: list[Any] = []
 
     def work() -> None:
         try:
-            found.append((True, asyncio.run(coroutine)))
+            found.append((True, asyncio.run(waited())))
         except BaseException as error:
             found.append((False, error))
 
@@ -66,16 +60,3 @@ def _beside(coroutine: Any) -> Any:
     if not fine:
         raise value
     return value
-
-
-def next_of(target: Any) -> Any:
-    """The next value of an asynchronous iterator."""
-    return run(type(target).__anext__(target))
-
-
-def entered(target: Any) -> Any:
-    return run(type(target).__aenter__(target))
-
-
-def left(target: Any, *error: Any) -> Any:
-    return run(type(target).__aexit__(target, *error))

@@ -51,7 +51,7 @@ class Super:
     """What `super()` gives in a method whose class was made by the solution's side."""
 
     def __init__(self, place: RemotePlace, kind: Remote) -> None:
-        object.__setattr__(self, "_found", (place, kind))
+        self._found = place, kind
 
     def __getattribute__(self, name: str) -> Any:
         place, kind = object.__getattribute__(self, "_found")

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import builtins
 from typing import Any
 
 TEXT = 2000  # characters of an exception's text
@@ -31,10 +30,8 @@ class Mirror(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") or name == "_place":
             raise AttributeError(name)
-        for kind in cls.__mro__:
-            if "_place" in vars(kind):
-                return vars(kind)["_place"].ask("get", name)
-        raise AttributeError(name)
+        place = next(vars(kind)["_place"] for kind in cls.__mro__ if "_place" in vars(kind))
+        return place.ask("get", name)
 
 
 def _attribute(self: Any, name: str) -> Any:
@@ -57,9 +54,11 @@ SPECIAL = {
 }
 
 
-def _asked(operation: str) -> Any:
+def asked(operation: str, *given: Any) -> Any:
+    """A method that an object of the other side answers."""
+
     def method(self: Any, *arguments: Any) -> Any:
-        return vars(self)["_place"].ask(operation, *arguments)
+        return vars(self)["_place"].ask(operation, *given, *arguments)
 
     return method
 
@@ -72,23 +71,14 @@ def _equal(self: Any, other: Any) -> Any:
     return equal is True and foolish is False
 
 
-def is_own(kind: type[Any]) -> bool:
-    """Whether an exception class is no built-in one."""
-    return getattr(builtins, kind.__name__, None) is not kind
-
-
 def mirrored(place: Any, name: str, bases: list[Any], special: list[str]) -> Any:
     """A class that stands for one of the other side."""
     kinds = [kind for kind in bases if isinstance(kind, type) and issubclass(kind, BaseException)]
-    members = {
-        "_place": place,
-        "__getattr__": _attribute,
-        "__str__": _shown,
-        "__module__": "solution",
-    }
-    members.update({n: _asked(SPECIAL[n]) for n in special if n in SPECIAL})
+    members = {"_place": place, "__module__": "solution"}
+    members.update({"__getattr__": _attribute, "__str__": _shown})
+    members.update({n: asked(SPECIAL[n]) for n in special if n in SPECIAL})
     if "__eq__" in special:
-        members.update({"__eq__": _equal, "__hash__": _asked("hash")})
+        members.update({"__eq__": _equal, "__hash__": asked("hash")})
     for chosen in (kinds, kinds[:1], [Exception]):
         try:
             return Mirror(name, tuple(chosen) or (Exception,), members)

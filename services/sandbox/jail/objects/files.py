@@ -4,6 +4,7 @@ scratch directory is told with the next question or answer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any, Iterator
 
@@ -63,7 +64,9 @@ class Files:
             if parent != self._root and not parent.startswith(self._root + "/"):
                 raise ValueError("a file outside of the scratch directory")
             if content is None:
-                self._remove(path.rstrip("/"), name)
+                self._known.pop(name, None)
+                with contextlib.suppress(OSError):  # it is gone, or holds what this side has made
+                    (os.rmdir if name.endswith("/") else os.unlink)(path.rstrip("/"))
             elif name.endswith("/"):
                 os.makedirs(path, exist_ok=True)
                 self._known[name] = hash(b"")
@@ -73,13 +76,6 @@ class Files:
                 with _FILE(path, "wb", opener=_plainly) as file:
                     file.write(data)
                 self._known[name] = hash(data)
-
-    def _remove(self, path: str, name: str) -> None:
-        self._known.pop(name, None)
-        try:
-            (os.rmdir if name.endswith("/") else os.unlink)(path)
-        except OSError:  # it is gone, or holds what this side has made
-            return
 
 
 def _plainly(path: str, flags: int) -> int:

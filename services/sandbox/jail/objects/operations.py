@@ -65,10 +65,6 @@ def content(target: Any) -> Any:
     return list(list.__iter__(target) if isinstance(target, list) else target)
 
 
-def _get(target: Any, name: str) -> Any:
-    return vars(target) if name == "__dict__" else getattr(target, name)
-
-
 def _set(target: Any, name: str, value: Any) -> None:
     """Functions of the tests become methods, as their own would."""
     place = place_of(value)
@@ -79,9 +75,8 @@ def _set(target: Any, name: str, value: Any) -> None:
 
 def _derived(target: Any, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
     """A class of the tests that derives from the solution's."""
-    return types.new_class(
-        name, bases, {}, lambda space: space.update({k: member(v) for k, v in members.items()})
-    )
+    made = {key: member(value) for key, value in members.items()}
+    return types.new_class(name, bases, {}, lambda space: space.update(made))
 
 
 def member(value: Any) -> Any:
@@ -129,9 +124,13 @@ def _called(target: Any, module: str, name: str, args: Any, kwargs: Any) -> Any:
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
+def _asynchronous(method: str) -> Callable[..., Any]:
+    return lambda target, *args: coroutines.run(getattr(type(target), method)(target, *args))
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, args, kwargs: target(*args, **kwargs),
-    "get": _get,
+    "get": lambda target, name: vars(target) if name == "__dict__" else getattr(target, name),
     "set": _set,
     "del": delattr,
     "len": len,
@@ -160,9 +159,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "exit": lambda target, *error: type(target).__exit__(target, *error),
     "await": coroutines.run,
     "aiter": lambda target: type(target).__aiter__(target),
-    "anext": coroutines.next_of,
-    "aenter": coroutines.entered,
-    "aexit": coroutines.left,
+    "anext": _asynchronous("__anext__"),
+    "aenter": _asynchronous("__aenter__"),
+    "aexit": _asynchronous("__aexit__"),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "names": _names,
@@ -175,7 +174,15 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 # -- what the solution may ask of what it was handed
 
 CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
-ALWAYS = ("bool", "hash", "await", "call", "iter", "next")  # calls and iteration: why it was given
+ALWAYS = (
+    "bool",
+    "hash",
+    "kind",
+    "await",
+    "call",
+    "iter",
+    "next",
+)  # to be called is why it was given
 OF_TESTS = ("content", "derive", "super", "names", "patch", "restore", "call_named")
 NAMES = ("__name__", "__qualname__", "__doc__", "__module__")
 LIBRARY = {("_io", "StringIO"), ("_io", "BytesIO"), ("_io", "TextIOWrapper"), ("random", "Random")}
@@ -188,9 +195,8 @@ def is_handed(target: Any) -> bool:
     mock, or one of few classes of the standard library.
     """
     kind = type(target)
-    return (
-        kind.__module__ in (*MOCKS, "tests") or (kind.__module__, kind.__name__) in LIBRARY
-    ) and not isinstance(target, type)
+    known = kind.__module__ in (*MOCKS, "tests") or (kind.__module__, kind.__name__) in LIBRARY
+    return known and not isinstance(target, type)
 
 
 def may(operation: str, target: Any, arguments: list[Any]) -> bool:
@@ -199,8 +205,8 @@ def may(operation: str, target: Any, arguments: list[Any]) -> bool:
         return True
     if operation == "get" and arguments[0] in NAMES:
         return isinstance(target, CALLABLE)
-    if operation in ("instance", "subclass", "kind"):
-        return operation == "kind" or (isinstance(target, type) and target.__module__ == "tests")
+    if operation in ("instance", "subclass"):
+        return isinstance(target, type) and target.__module__ == "tests"
     if not is_handed(target):
         if operation == "operator":
             return arguments[0] in ("__eq__", "__ne__") and isinstance(target, CALLABLE)
@@ -217,14 +223,8 @@ def may(operation: str, target: Any, arguments: list[Any]) -> bool:
 def handable(value: Any) -> bool:
     """Whether the solution can use what it gets when it is handed this object."""
     kind = type(value)
-    return (
-        callable(value)
-        or kind is object
-        or is_handed(value)
-        or hasattr(kind, "__iter__")
-        or hasattr(kind, "__await__")
-        or hasattr(kind, "__aiter__")
-    )
+    used = any(hasattr(kind, name) for name in ("__iter__", "__await__", "__aiter__"))
+    return used or callable(value) or kind is object or is_handed(value)
 
 
 # What the solution may name so that the tests have their own of it. Not all of the library: it has

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Any
 
 PRINTED = 1 << 20  # characters of what one operation prints that are told
 
@@ -14,23 +13,18 @@ class RecordedOutput:
 
     def __init__(self) -> None:
         self._before = sys.stdout, sys.stderr
-        self._streams = [_stream(), _stream()]
-        sys.stdout, sys.stderr = self._streams
+        self._content = io.BytesIO(), io.BytesIO()
+        sys.stdout, sys.stderr = (
+            io.TextIOWrapper(raw, "utf-8", "backslashreplace", newline="", write_through=True)
+            for raw in self._content
+        )
+        self._streams = sys.stdout, sys.stderr
 
     def stop(self) -> None:
         sys.stdout, sys.stderr = self._before
 
     def taken(self) -> list[str]:
         """Of standard output and error."""
-        texts = []
         for stream in self._streams:
             stream.flush()
-            raw: Any = stream.buffer
-            texts.append(raw.getvalue()[:PRINTED].decode("utf-8", "replace"))
-        return texts
-
-
-def _stream() -> io.TextIOWrapper:
-    return io.TextIOWrapper(
-        io.BytesIO(), "utf-8", "backslashreplace", newline="", write_through=True
-    )
+        return [raw.getvalue()[:PRINTED].decode("utf-8", "replace") for raw in self._content]

@@ -27,7 +27,6 @@ ARITHMETIC = _ARITHMETIC.split()
 DIFFERENCES = ("sub", "rsub", "isub", "xor", "rxor")  # a test for closeness begins so
 _CONVERSIONS = "neg pos abs invert int float complex index round bytes reversed format dir"
 CONVERSIONS = _CONVERSIONS.split()
-
 _FUNCTION = "__code__ __name__ __qualname__ __defaults__ __kwdefaults__ __annotations__"
 OF_FUNCTIONS = _FUNCTION.split()
 
@@ -111,12 +110,6 @@ class Remote:
             found.reached(name)
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        place_of(self).ask("set", name, value)
-
-    def __delattr__(self, name: str) -> None:
-        place_of(self).ask("del", name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = place_of(self)
         value = place.ask("call", list(args), kwargs)
@@ -133,28 +126,13 @@ class Remote:
     def __len__(self) -> int:
         return int(_plain(self).ask("len"))
 
-    def __iter__(self) -> Any:
-        return place_of(self).ask("iter")
-
-    def __next__(self) -> Any:
-        return place_of(self).ask("next")
-
-    def __getitem__(self, key: Any) -> Any:
-        return place_of(self).ask("item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        place_of(self).ask("set_item", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        place_of(self).ask("del_item", key)
-
     def __contains__(self, value: Any) -> bool:
         place = place_of(self)
         if place.base is not None:
             return value in place.ask("content")
         if place.made or place_of(value) is not None or not place.side.trusted:
             return bool(place.ask("in", value))
-        return any(item is value or item == value for item in self)
+        return any(item is value or item == value for item in place.ask("iter"))
 
     def __bool__(self) -> bool:
         return bool(_plain(self).ask("bool"))
@@ -194,14 +172,8 @@ class Remote:
     def __subclasscheck__(self, value: Any) -> bool:
         return place_of(value) is not None and bool(place_of(self).ask("subclass", value))
 
-    def __enter__(self) -> Any:
-        return place_of(self).ask("enter")
-
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         return place_of(self).ask("exit", kind, error, None)
-
-    def __copy__(self) -> Any:
-        return place_of(self).ask("copy")
 
     def __deepcopy__(self, memo: Any) -> Any:
         return place_of(self).ask("deepcopy")
@@ -209,9 +181,6 @@ class Remote:
     def __await__(self) -> Any:
         return place_of(self).ask("await")
         yield
-
-    def __aiter__(self) -> Any:
-        return place_of(self).ask("aiter")
 
     async def __anext__(self) -> Any:
         return place_of(self).ask("anext")
@@ -284,17 +253,16 @@ def _arithmetic(name: str) -> Callable[..., Any]:
         value = place.ask("operator", f"__{name}__", other)
         if not place.side.trusted:
             return value
-        found = place_of(value)
+        found, theirs = place_of(value), place_of(other)
         if found is not None:
             found.direct = False
         if type(other) is Remote:
             if found is not None:
-                found.made = found.made or place.made or place_of(other).made
-                found.seen = found.seen or place.seen or place_of(other).seen
-            elif place.seen or place_of(other).seen:
+                found.made = found.made or place.made or theirs.made
+                found.seen = found.seen or place.seen or theirs.seen
+            elif place.seen or theirs.seen:
                 raise TypeError(f"data for {name} of objects of the solution that have seen data")
-            return value
-        if found is not None:
+        elif found is not None:
             found.made = found.made or place.made
             found.seen = found.seen or place.made != "class"
         elif place.made != "class" or name in DIFFERENCES:
@@ -308,9 +276,9 @@ def _arithmetic(name: str) -> Callable[..., Any]:
 def _conversion(name: str) -> Callable[..., Any]:
     def operator(self: Remote, *others: Any) -> Any:
         place = place_of(self)
-        if not place.seen:
-            return place.ask("operator", f"__{name}__", *others)
         value = place.ask("operator", f"__{name}__", *others)
+        if not place.seen:
+            return value
         if type(value) is not Remote:
             raise TypeError(f"a verdict of a {place.kind} of the solution, where data was due")
         place_of(value).seen = True
@@ -319,6 +287,14 @@ def _conversion(name: str) -> Callable[..., Any]:
     return operator
 
 
+def _forwarded(operation: str) -> Callable[..., Any]:
+    return lambda self, *arguments: place_of(self).ask(operation, *arguments)
+
+
+_FORWARDED = "iter:iter next:next getitem:item setitem:set_item delitem:del_item enter:enter"
+for _pair in f"{_FORWARDED} setattr:set delattr:del copy:copy aiter:aiter".split():
+    _name, _operation = _pair.split(":")
+    setattr(Remote, f"__{_name}__", _forwarded(_operation))
 for _names, _make in ((ORDER, _order), (ARITHMETIC, _arithmetic), (CONVERSIONS, _conversion)):
     for _name in _names:
         setattr(Remote, f"__{_name}__", _make(_name))

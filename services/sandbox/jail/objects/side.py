@@ -7,6 +7,8 @@ objects; what the solution may do to objects of the tests, `operations.may` says
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import os
 import select
 import sys
@@ -16,7 +18,7 @@ from time import monotonic  # tests may put another in its place
 from typing import Any, Callable
 
 from ..wire import frames
-from . import coroutines, errors, live, operations, recorded, values
+from . import coroutines, errors, operations, recorded, values
 from .both import both, overridden
 from .remote import Remote, RemotePlace, place_of
 
@@ -55,7 +57,7 @@ class Side:
         self._told = self._answering = False
         self.wants_warnings = False  # the tests look for warnings: the solution's come over
         self.files: Any = None  # with it, files come over
-        self._live = live.Live()
+        self._live = values.Live()
         self.closed = False
         self._environment: dict[Any, Any] | None = None
 
@@ -73,7 +75,12 @@ class Side:
         if place is not None and place.side is self:
             return ["yours", place.number]
         if isinstance(value, BaseException):
-            parts = [message.packed(part, depth + 1) for part in self._safe(errors.parts(value))]
+            error, args, text, attributes, cause = errors.parts(value)
+            if self.trusted:  # what of it cannot be handed over is left out
+                args = tuple(a if isinstance(a, values.DATA) else str(a) for a in args)
+                attributes = {}
+            told = (error, args, text, attributes, cause)
+            parts = [message.packed(part, depth + 1) for part in told]
             return ["error", self.keep(value), parts]
         if isinstance(value, type):
             module = str(value.__module__)
@@ -83,7 +90,7 @@ class Side:
                 and operations.named_class(module, value.__qualname__) is value
             ):
                 return ["named", module, value.__qualname__]
-            if issubclass(value, BaseException) and errors.is_own(value):
+            if issubclass(value, BaseException) and vars(builtins).get(value.__name__) is not value:
                 bases = [message.packed(base, depth + 1) for base in value.__bases__]
                 special = [name for name in errors.SPECIAL if name in vars(value)]
                 return ["error class", self.keep(value), value.__name__, bases, special]
@@ -104,20 +111,11 @@ class Side:
         if self.trusted and not operations.handable(value):
             if self._answering:  # the solution has asked for it: a wrong one spares itself no zero
                 raise TypeError(f"a solution cannot have a {kind.__qualname__} of its tests")
-            self.refuse(
-                f"an object of {kind.__module__}.{kind.__qualname__} handed to the solution"
-            )
+            named = f"{kind.__module__}.{kind.__qualname__}"
+            self.refuse(f"an object of {named} handed to the solution")
         identity = getattr(kind, "__eq__", None) is object.__eq__
         builtin = kind.__name__ if KINDS.get(kind.__name__) is kind else ""
         return ["mine", self.keep(value), kind.__name__, builtin, base, identity]
-
-    def _safe(self, parts: list[Any]) -> list[Any]:
-        """An exception's parts; what of them cannot be handed over is left out."""
-        if not self.trusted:
-            return parts
-        kind, args, text, _, cause = parts
-        told = tuple(a if isinstance(a, values.DATA) else str(a) for a in args)
-        return [kind, told, text, {}, cause]
 
     def _unpacked(self, message: values.Message, packed: Any, depth: int) -> Any:
         kind, *rest = packed
@@ -128,24 +126,20 @@ class Side:
         if kind == "mine":
             return self._remote(*rest)
         if kind == "both":
-            data = message.unpacked(rest[0], depth + 1)
-            number = int(rest[1])
+            data, number = message.unpacked(rest[0], depth + 1), int(rest[1])
             if number not in self._remotes:
-                self._remotes[number] = both(
-                    data, RemotePlace(self, number, str(rest[2])[:80]), tuple(map(str, rest[3]))
-                )
+                place = RemotePlace(self, number, str(rest[2])[:80])
+                self._remotes[number] = both(data, place, tuple(map(str, rest[3])))
             return self._remotes[number]
         if kind == "error":
-            number = int(rest[0])
-            parts = [message.unpacked(part, depth + 1) for part in rest[1]]
+            number, parts = int(rest[0]), [message.unpacked(part, depth + 1) for part in rest[1]]
             if number not in self._remotes:
+                error, args, text, attributes, cause = parts
                 place = RemotePlace(self, number, "exception")
-                kind, args, text, attributes, cause = parts
-                self._remotes[number] = errors.made(kind, args, text, attributes, cause, place)
+                self._remotes[number] = errors.made(error, args, text, attributes, cause, place)
             return self._remotes[number]
         if kind == "error class":
-            number = int(rest[0])
-            bases = [message.unpacked(base, depth + 1) for base in rest[2]]
+            number, bases = int(rest[0]), [message.unpacked(base, depth + 1) for base in rest[2]]
             if number not in self._remotes:
                 place = RemotePlace(self, number, "type")
                 self._remotes[number] = errors.mirrored(place, str(rest[1])[:80], bases, rest[3])
@@ -167,10 +161,9 @@ class Side:
             place.builtin = KINDS.get(builtin)
             place.base = next((b for b in values.LIVE if b.__name__ == base), None)
             place.identity = identity is True
-            made: Any = Remote(place)
-            if builtin == "coroutine":
-                made = coroutines.awaited(place)
-            self._remotes[number] = made
+            self._remotes[number] = (
+                coroutines.awaited(place) if builtin == "coroutine" else Remote(place)
+            )
         return self._remotes[number]
 
     def keep(self, value: Any) -> int:
@@ -204,7 +197,10 @@ class Side:
             try:
                 if not isinstance(frame, dict):
                     raise ValueError("a frame that is no object")
-                self._print(frame.get("printed"))
+                if (printed := frame.get("printed")) and self.trusted:
+                    for stream, text in zip((sys.stdout, sys.stderr), printed):
+                        if text:  # it goes to where the tests print
+                            stream.write(str(text))
                 if "do" not in frame:
                     if frame["asked"] != asked:
                         raise ValueError("an answer to something else")
@@ -265,16 +261,11 @@ class Side:
         if self.files is not None:
             context["files"] = self.files.changes()
         now = dict(os.environ)
-        if self._environment is None:
-            self._environment = now
-        elif now != self._environment:
-            names = {*now, *self._environment}
-            context["environment"] = {
-                name: now.get(name)
-                for name in names
-                if now.get(name) != self._environment.get(name)
-            }
-            self._environment = now
+        before = now if self._environment is None else self._environment
+        self._environment = now
+        changed = {n for n in {*now, *before} if now.get(n) != before.get(n)}
+        if changed:
+            context["environment"] = {name: now.get(name) for name in changed}
         return context
 
     def received(self) -> Any:
@@ -302,13 +293,6 @@ class Side:
             self.turn(True)
         self.patience_s -= monotonic() - begun
 
-    def _print(self, printed: Any) -> None:
-        """What the solution has printed goes to where the tests print."""
-        if printed and self.trusted:
-            for stream, text in zip((sys.stdout, sys.stderr), printed):
-                if text:
-                    stream.write(str(text))
-
     # -- answering
 
     def serve(self) -> None:
@@ -335,18 +319,14 @@ class Side:
             if self.trusted and not operations.may(operation, target, arguments):
                 kind = AttributeError if operation in ("get", "set", "del") else TypeError
                 raise kind(f"a solution may not {operation} what belongs to its tests")
-            if (
-                self.trusted and operation == "await"
-            ):  # others would go on meanwhile, and here cannot
-                arguments = [
-                    lambda: self.refuse("a coroutine of the tests that waits for something")
-                ]
+            if self.trusted and operation == "await":  # others would go on meanwhile: here none can
+                what = "a coroutine of the tests that waits for something"
+                arguments = [lambda: self.refuse(what)]
             message.remember()
-            if frame.get("warnings") and not self.trusted:
-                with warnings.catch_warnings(record=True) as warned:
+            with contextlib.ExitStack() as stack:
+                if frame.get("warnings") and not self.trusted:
+                    warned = stack.enter_context(warnings.catch_warnings(record=True))
                     warnings.simplefilter("always")
-                    found = operations.OPERATIONS[operation](target, *arguments)
-            else:
                 found = operations.OPERATIONS[operation](target, *arguments)
             answer["changed"] = message.changed()
             answer["live"] = self._live.changes(message)
@@ -375,7 +355,7 @@ class Side:
         if warned:
             answer["warned"] = self.message().packed([w.message for w in warned])
         if not self.trusted:
-            places = [place for place in message.held() if place < both_know][: live.MOST]
+            places = [place for place in message.held() if place < both_know][: values.MOST_LIVE]
             held = [(self.keep(message.containers[place]), place) for place in places]
             self._live.share([(number, message.containers[place]) for number, place in held])
             answer["held"] = [[place, number] for number, place in held]
@@ -393,7 +373,6 @@ def shared_files() -> Any:
 def serve(fd: int, load: Callable[[], Any]) -> None:
     """The solution's end: loads it, and does what its tests ask for, its module being number 0."""
     side = Side(fd, trusted=False)
-    module = load()
-    side.keep(module)
+    side.keep(load())
     frames.send(fd, {"ready": True})
     side.serve()

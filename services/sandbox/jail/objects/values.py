@@ -13,14 +13,14 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, Callable
 
 HELD = 1000  # items at most of a container whose later changes are told
+MOST_LIVE = 256  # containers whose changes are looked for
 DEPTH = 200
 SMALL = 1 << 62  # larger numbers cross as hexadecimal digits, of which there may be any number
 
 # Types with places in a message: they can be changed. Each with how it is emptied and filled.
 SEQUENCES = {"list": list, "deque": deque, "set": set, "bytearray": bytearray}
-MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter, defaultdict)}
 MUTABLE: dict[Any, str] = {kind: name for name, kind in [*SEQUENCES.items(), *MAPPINGS.items()]}
-MUTABLE[defaultdict] = "defaultdict"
 FIXED = {"tuple": tuple, "frozenset": frozenset}
 
 # Types of the standard library, by module, with what their values are made of.
@@ -44,8 +44,17 @@ PARTS: dict[tuple[str, str], Callable[[Any], list[Any]]] = {
     ("ipaddress", "IPv4Address"): lambda v: [str(v)],
     ("ipaddress", "IPv6Address"): lambda v: [str(v)],
 }
-# What a class may derive from that is data: its instances cross as data, and as objects.
-BASES = (int, float, complex, str, bytes, tuple, frozenset)
+# What a class may derive from that is data, and how that is got at whatever the class defines: its
+# instances cross as data, and as objects.
+BASES: dict[Any, Callable[[Any], Any]] = {
+    str: str.__str__,
+    int: int.__index__,
+    float: float.__float__,
+    complex: lambda v: complex(v.real, v.imag),
+    bytes: lambda v: bytes.__add__(v, b""),
+    tuple: lambda v: tuple(tuple.__iter__(v)),
+    frozenset: lambda v: frozenset(frozenset.__iter__(v)),
+}
 LIVE: tuple[Any, ...] = (list, dict, set, deque, bytearray)
 SINGLE = {"Ellipsis": ..., "NotImplemented": NotImplemented}
 DATA = (type(None), bool, int, float, complex, str, bytes, bytearray)
@@ -53,37 +62,17 @@ DATA = (type(None), bool, int, float, complex, str, bytes, bytearray)
 
 def bare(value: Any) -> Any:
     """The data in an instance of a class that derives from one of `BASES`; None for any other."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__index__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, complex):
-        return complex(value.real, value.imag)
-    if isinstance(value, bytes):
-        return bytes.__add__(value, b"")
-    if isinstance(value, tuple):
-        return tuple(tuple.__iter__(value))
-    if isinstance(value, frozenset):
-        return frozenset(frozenset.__iter__(value))
-    return None
+    return next((get(value) for kind, get in BASES.items() if isinstance(value, kind)), None)
 
 
-def named_types() -> dict[str, type[Any]]:
-    """Types that cross by name: the same in both jails."""
-    found = {
-        name: value
-        for name, value in vars(builtins).items()
-        if isinstance(value, type) and not name.startswith("_")
-    }
-    for kind in (deque, OrderedDict, defaultdict, Counter):
-        found[kind.__name__] = kind
-    found["NoneType"] = type(None)
-    return found
-
-
-NAMED = named_types()
+# Types that cross by name: the same in both jails.
+NAMED: dict[str, type[Any]] = {
+    name: value
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and not name.startswith("_")
+}
+for _kind in (deque, OrderedDict, defaultdict, Counter, type(None)):
+    NAMED[_kind.__name__] = _kind
 NAMES = {kind: name for name, kind in NAMED.items()}
 
 
@@ -116,10 +105,8 @@ class Message:
             return ["value", value] if -SMALL < value < SMALL else ["int", hex(value)]
         if kind in MUTABLE:
             return self._container(value, MUTABLE[kind], depth)
-        if kind is bytes:
-            return ["bytes", value.hex()]
-        if kind is memoryview:
-            return ["bytes", value.tobytes().hex()]
+        if kind in (bytes, memoryview):
+            return ["bytes", bytes(value).hex()]
         if kind is complex:
             return ["complex", value.real, value.imag]
         if kind is tuple or kind is frozenset:
@@ -147,14 +134,14 @@ class Message:
     def _content(self, value: Any, name: str, depth: int) -> list[Any]:
         if name == "bytearray":
             return [bytes(value).hex()]
-        if name in MAPPINGS or name == "defaultdict":
+        if name in MAPPINGS:
             pairs = [
                 [self.packed(key, depth + 1), self.packed(item, depth + 1)]
                 for key, item in dict.items(value)
             ]
-            if name == "defaultdict":
-                return [pairs, self.packed(value.default_factory, depth + 1)]
-            return [pairs]
+            if name != "defaultdict":
+                return [pairs]
+            return [pairs, self.packed(value.default_factory, depth + 1)]
         items = [self.packed(item, depth + 1) for item in value]
         return [items, value.maxlen] if name == "deque" else [items]
 
@@ -174,8 +161,15 @@ class Message:
             return int(rest[0], 16)
         if kind == "again":
             return self.containers[abs(int(rest[0]))]
-        if kind in SEQUENCES or kind in MAPPINGS or kind == "defaultdict":
-            return self._filled(kind, rest, depth)
+        if kind in SEQUENCES or kind in MAPPINGS:
+            made: Any = {**SEQUENCES, **MAPPINGS}[kind]()
+            if kind == "deque":
+                made = deque(maxlen=rest[1])
+            self._register(made)
+            self._fill(made, kind, rest, depth)
+            if kind == "defaultdict":
+                made.default_factory = self.unpacked(rest[1], depth + 1)
+            return made
         if kind == "bytes":
             return bytes.fromhex(rest[0])
         if kind == "complex":
@@ -193,24 +187,10 @@ class Message:
             return getattr(__import__(rest[0]), rest[1])(*parts)
         return self._unpack(self, packed, depth)
 
-    def _filled(self, kind: str, rest: list[Any], depth: int) -> Any:
-        made: Any
-        if kind == "deque":
-            made = deque(maxlen=rest[1])
-        elif kind == "defaultdict":
-            made = defaultdict()
-        else:
-            made = {**SEQUENCES, **MAPPINGS}[kind]()
-        self._register(made)
-        self._fill(made, kind, rest, depth)
-        if kind == "defaultdict":
-            made.default_factory = self.unpacked(rest[1], depth + 1)
-        return made
-
     def _fill(self, made: Any, kind: str, rest: list[Any], depth: int) -> None:
         if kind == "bytearray":
             made[:] = bytes.fromhex(rest[0])
-        elif kind in MAPPINGS or kind == "defaultdict":
+        elif kind in MAPPINGS:
             pairs = [
                 (self.unpacked(key, depth + 1), self.unpacked(item, depth + 1))
                 for key, item in rest[0]
@@ -220,11 +200,8 @@ class Message:
                 made[key] = item
         else:
             items = [self.unpacked(item, depth + 1) for item in rest[0]]
-            if kind == "list":
-                made[:] = items
-            else:
-                made.clear()
-                (made.update if kind == "set" else made.extend)(items)
+            made.clear()
+            (made.update if kind == "set" else made.extend)(items)
 
     # -- what a call has changed
 
@@ -241,7 +218,7 @@ class Message:
         for place, before in enumerate(self._before):
             container = self.containers[place]
             if not same(state(container), before):
-                found.append([place, self._content(container, MUTABLE[type(container)], 0)])
+                found.append([place, self.content(container)])
         return found
 
     def held(self) -> list[int]:
@@ -260,8 +237,7 @@ class Message:
     def change(self, changed: Any) -> None:
         """Does to our containers what the other side has told."""
         for place, content in changed:
-            container = self.containers[abs(int(place))]
-            self.fill(container, content)
+            self.fill(self.containers[abs(int(place))], content)
 
     # -- a container that both sides have
 
@@ -284,3 +260,48 @@ def same(one: list[Any], other: list[Any]) -> bool:
     if one and isinstance(one[0], bytes) and len(one) == 1:
         return one == other
     return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class Live:
+    """Containers that the solution holds on to: one for both sides, as an object is, which crosses
+    by number. Each is kept as both sides last saw it.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, list[Any]]] = {}  # by number
+        self._places: dict[int, int] = {}  # their numbers, by the containers' ids here
+
+    def number(self, container: Any) -> Any:
+        """Its number; None if it has none."""
+        return self._places.get(id(container))
+
+    def container(self, number: int) -> Any:
+        return self._known[number][0]
+
+    def share(self, held: list[tuple[int, Any]]) -> None:
+        """From now on they cross by number. Both sides forget the same ones, the oldest."""
+        for number, container in held:
+            if number in self._known:
+                self._places.pop(id(self._known[number][0]), None)
+            self._known[number] = (container, state(container))
+            self._places[id(container)] = number
+        while len(self._known) > MOST_LIVE:
+            container, _ = self._known.pop(next(iter(self._known)))
+            self._places.pop(id(container), None)
+
+    def changes(self, message: Message) -> list[Any]:
+        """[number, content] of those that were changed here since the other side last saw them."""
+        found = []
+        for number, (container, before) in list(self._known.items()):
+            now = state(container)
+            if not same(now, before):
+                found.append([number, message.content(container)])
+                self._known[number] = (container, now)
+        return found
+
+    def change(self, changes: Any, message: Message) -> None:
+        """Does to them what the other side has told."""
+        for number, content in changes:
+            container = self.container(int(number))
+            message.fill(container, content)
+            self._known[int(number)] = (container, state(container))

@@ -17,13 +17,11 @@ class Approx:
     def __init__(
         self, expected: Any, rel: Any = None, abs: Any = None, nan_ok: bool = False
     ) -> None:
-        self._expected, self._relative, self._absolute = expected, rel, abs
-        self._nan_ok = nan_ok
+        self._expected, self._relative = expected, rel
+        self._absolute, self._nan_ok = abs, nan_ok
 
-    def __eq__(self, other: object) -> bool:
-        return self._all(self._expected, other)
-
-    def _all(self, wanted: Any, found: Any) -> bool:
+    def __eq__(self, found: Any) -> bool:
+        wanted = self._expected
         if isinstance(wanted, dict):
             return (
                 isinstance(found, dict)
@@ -49,25 +47,20 @@ class Approx:
             return self._nan_ok and found != found
         if not isinstance(wanted, complex) and math.isinf(wanted):
             return False
-        difference, tolerance = abs(wanted - found), self._tolerance(wanted)
-        return bool(difference <= tolerance)
-
-    def _tolerance(self, wanted: Any) -> Any:
         exact = type(wanted) if type(wanted).__name__ == "Decimal" else float
-        absolute = exact(str(ABSOLUTE)) if self._absolute is None else self._absolute
-        if self._relative is None and self._absolute is not None:
-            return absolute
-        relative = exact(str(RELATIVE)) if self._relative is None else self._relative
-        return max(relative * abs(wanted), absolute)
+        tolerance = exact(str(ABSOLUTE)) if self._absolute is None else self._absolute
+        if self._relative is not None or self._absolute is None:
+            relative = exact(str(RELATIVE)) if self._relative is None else self._relative
+            tolerance = max(relative * abs(wanted), tolerance)
+        return bool(abs(wanted - found) <= tolerance)
 
     def __repr__(self) -> str:
         return f"approx({self._expected!r})"
 
 
 def _is_number(value: Any) -> bool:
-    numbers = sys.modules.get("numbers")
-    decimal = sys.modules.get("decimal")
-    return isinstance(value, (int, float, complex)) or (
-        (numbers is not None and type(value).__name__ == "Fraction")
-        or (decimal is not None and type(value) is decimal.Decimal)
-    )
+    numbers, decimal = sys.modules.get("numbers"), sys.modules.get("decimal")
+    if numbers is not None and type(value).__name__ == "Fraction":
+        return True
+    known = () if decimal is None else (decimal.Decimal,)
+    return isinstance(value, (int, float, complex)) or type(value) in known

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from typing import Any, Iterator
 
-from .fixtures import Definition, Registry, argument_names
+from .fixtures import Registry, argument_names
 from .marks import ParameterSet, TestMark, cases, marks_of
 
 FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
@@ -24,6 +24,7 @@ class Item:
         self.parameters: dict[str, Any] = {}  # of fixtures, by name
         self.places: dict[str, Any] = {}  # of these among the fixture's
         self.names: list[str] = []  # of the fixtures that it uses
+        self.wanted: list[str] = []  # of its arguments
         self.case = False  # a method of a unittest.TestCase
 
     def get_closest_marker(self, name: str) -> TestMark | None:
@@ -70,17 +71,15 @@ def _of_class(
             function = getattr(owner, part)
             marks = marks_of(function, owner, module)
             item = Item(f"{name}.{part}", function, owner, module, marks)
-            item.case = True
-            item.originalname = part
+            item.case, item.originalname = True, part
             yield item
         return
-    seen: set[str] = set()
-    parts: list[list[tuple[str, Any]]] = []
-    for kind in owner.__mro__:
-        own = [(part, value) for part, value in vars(kind).items() if part not in seen]
-        seen.update(part for part, _ in own)
-        parts.append(own)
-    for part, value in (pair for own in reversed(parts) for pair in own):
+    places: dict[str, int] = {}  # of each name, the first class that has it
+    for place, kind in enumerate(owner.__mro__):
+        for part in vars(kind):
+            places.setdefault(part, place)
+    for part in sorted(places, key=places.__getitem__, reverse=True):
+        value = vars(owner.__mro__[places[part]])[part]
         if part.startswith("test") and isinstance(value, FUNCTIONS):
             yield from _items(f"{name}.{part}", value, owner, module, registry, outer)
         elif isinstance(value, type) and _holds_tests(part, value):
@@ -105,11 +104,10 @@ def _items(
         fixtures = [n for n in (*registry.automatic(owner), *used, *wanted) if n not in case.values]
         for whole, places in _with_fixtures(case, fixtures, owner, registry):
             ids = "-".join(whole.ids)
-            made = Item(f"{name}[{ids}]" if ids else name, value, owner, module, [])
-            made.marks = [*whole.marks, *marks]
+            whole_name = f"{name}[{ids}]" if ids else name
+            made = Item(whole_name, value, owner, module, [*whole.marks, *marks])
             made.values, made.parameters, made.places = whole.values, whole.indirect, places
-            made.names = list(dict.fromkeys([*fixtures, *wanted]))
-            made.wanted = wanted  # type: ignore[attr-defined]
+            made.names, made.wanted = list(dict.fromkeys([*fixtures, *wanted])), wanted
             yield made
 
 
@@ -120,17 +118,10 @@ def _with_fixtures(
     found = [(case, dict(case.indirect))]
     for definition in registry.needed(names, owner):
         if definition.params and definition.name not in case.indirect:
+            name = definition.name
             found = [
-                _with_parameter(before, places, definition, place)
+                (before.with_row([name], row, True, str(place)), {**places, name: place})
                 for before, places in found
-                for place in range(len(definition.params))
+                for place, row in enumerate(definition.params)
             ]
     return found
-
-
-def _with_parameter(
-    before: ParameterSet, places: dict[str, Any], definition: Definition, place: int
-) -> tuple[ParameterSet, dict[str, Any]]:
-    row = definition.params[place]
-    made = before.with_row([definition.name], row, True, str(place))
-    return made, {**places, definition.name: place}

@@ -42,11 +42,11 @@ def argument_names(function: Any, bound: bool) -> list[str]:
     """Arguments that fixtures or parameters must fill; without those that have a default, or that
     decorators of `unittest.mock` fill.
     """
-    patched = sum(
-        1
-        for p in getattr(function, "patchings", ())
-        if p.attribute_name is None and _is_default(p.new)
-    )
+    patched = 0
+    if patchings := getattr(function, "patchings", ()):
+        from unittest import mock
+
+        patched = sum(p.attribute_name is None and p.new is mock.DEFAULT for p in patchings)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = function.__code__
@@ -55,12 +55,6 @@ def argument_names(function: Any, bound: bool) -> list[str]:
     only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
     keywords = [name for name in only if name not in (function.__kwdefaults__ or {})]
     return [*names[bound + patched :], *keywords]
-
-
-def _is_default(value: Any) -> bool:
-    from unittest import mock
-
-    return value is mock.DEFAULT
 
 
 class Registry:
@@ -82,7 +76,8 @@ class Registry:
     def automatic(self, owner: type[Any] | None) -> list[str]:
         """Names of fixtures that each test of a class, or of the module, uses."""
         found = [d for d in [*self._module, *reversed(self.of_class(owner))] if d.autouse]
-        found.sort(key=lambda definition: _width(definition.scope))
+        widths = {scope: width for width, scope in enumerate(SCOPES)}
+        found.sort(key=lambda definition: widths.get(definition.scope, len(SCOPES)))
         return list(dict.fromkeys(d.name for d in found))
 
     def needed(self, names: list[str], owner: type[Any] | None) -> Iterator[Definition]:
@@ -107,10 +102,6 @@ def _definitions(namespace: Any) -> Iterator[Definition]:
 
 def _is_method(function: Any) -> bool:
     return bool(function.__code__.co_varnames[:1] == ("self",))
-
-
-def _width(scope: Any) -> int:
-    return SCOPES.index(scope) if scope in SCOPES else len(SCOPES)
 
 
 class Store:
@@ -182,20 +173,17 @@ class Filling:
         if above is not None and above in found:
             found = found[found.index(above) + 1 :]
         if found:
-            return self._of(found[0])
+            scope = found[0].scope
+            if callable(scope) or scope not in SCOPES:
+                scope = "function"
+            key = (found[0], repr(self.item.places.get(found[0].name)))
+            return self.store.value(scope, key, lambda: self._made(found[0], scope))
         if name in self.item.values:
             return self.item.values[name]
         if name in self.registry.builtin:
             make = self.registry.builtin[name]
             return self.store.value("function", name, lambda: make(self.store))
         raise LookupError(f"fixture {name!r} not found")
-
-    def _of(self, definition: Definition) -> Any:
-        scope = definition.scope
-        if callable(scope) or scope not in SCOPES:
-            scope = "function"
-        key = (definition, repr(self.item.places.get(definition.name)))
-        return self.store.value(scope, key, lambda: self._made(definition, scope))
 
     def _made(self, definition: Definition, scope: str) -> Any:
         function = definition.function
@@ -211,10 +199,10 @@ class Filling:
         made = function(*([self.instance] if method else []), **given)
         if isinstance(made, types.GeneratorType) and function.__code__.co_flags & 0x20:
             generator, made = made, next(made)
-            self.store.at_end(scope, lambda: _finished(generator))
+
+            def finish() -> None:
+                for _ in generator:
+                    raise RuntimeError("a fixture has yielded twice")
+
+            self.store.at_end(scope, finish)
         return made
-
-
-def _finished(generator: Any) -> None:
-    for _ in generator:
-        raise RuntimeError("a fixture has yielded twice")

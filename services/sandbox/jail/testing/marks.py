@@ -16,17 +16,13 @@ class TestMark:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and _can_be_marked(args[0]):
-            target = args[0]
-            target.pytestmark = [self, *_own(target)]
+        target = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(target, type) or (callable(target) and hasattr(target, "__code__")):
+            target.pytestmark = [self, *_own(target)]  # type: ignore[union-attr]
             return target
         return TestMark(self.name, (*self.args, *args), {**self.kwargs, **kwargs})
 
     with_args = __call__
-
-
-def _can_be_marked(value: Any) -> bool:
-    return isinstance(value, type) or (callable(value) and hasattr(value, "__code__"))
 
 
 def _own(target: Any) -> list[TestMark]:
@@ -81,9 +77,10 @@ def marks_of(*targets: Any) -> list[TestMark]:
     """Marks of a function, its classes and its module, the nearest first."""
     found: list[TestMark] = []
     for target in targets:
-        kinds = target.__mro__ if isinstance(target, type) else [target]
-        for kind in kinds:
-            found += reversed(_own(kind)) if not isinstance(target, type) else _own(kind)
+        if isinstance(target, type):
+            found += (mark for kind in target.__mro__ for mark in _own(kind))
+        else:
+            found += reversed(_own(target))
     return found
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import builtins
 import linecache
+import sys
 import types
 from typing import Any
 
@@ -60,10 +61,7 @@ def executed(source: str) -> types.ModuleType:
     own = {"isinstance": is_a, "issubclass": is_subclass, "callable": is_callable}
     own.update({"super": super_of, "vars": variables})
     module.__dict__["__builtins__"] = {**vars(builtins), **own}
-    module.__dict__.update({TYPE_OF: type_of, ESCAPED: Escaped})
-    module.__dict__["__file__"] = NAME
-    import sys
-
+    module.__dict__.update({TYPE_OF: type_of, ESCAPED: Escaped, "__file__": NAME})
     sys.modules[TESTS] = module
     exec(compile(tree, NAME, "exec", dont_inherit=True), module.__dict__)
     return module
@@ -126,8 +124,4 @@ def is_callable(value: Any) -> bool:
 def variables(*given: Any) -> Any:
     if given and type(given[0]) is Remote:
         return place_of(given[0]).ask("get", "__dict__")
-    if not given:
-        import sys
-
-        return sys._getframe(1).f_locals
-    return vars(*given)
+    return vars(*given) if given else sys._getframe(1).f_locals

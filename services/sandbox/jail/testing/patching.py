@@ -63,12 +63,11 @@ class MonkeyPatch:
         if name is MISSING:
             target, name = found(target)
         old = getattr(target, name, MISSING)
-        if old is MISSING:
-            if raising:
-                raise AttributeError(name)
-            return
-        delattr(target, name)
-        self._undo.append(lambda: setattr(target, name, old))
+        if old is not MISSING:
+            delattr(target, name)
+            self._undo.append(lambda: setattr(target, name, old))
+        elif raising:
+            raise AttributeError(name)
 
     def setitem(self, mapping: Any, name: Any, value: Any) -> None:
         old = mapping[name] if name in mapping else MISSING  # noqa: SIM401 (it may be remote)
@@ -150,10 +149,9 @@ def watch_mock(side: Side) -> None:
     enter, leave = kind.__enter__, kind.__exit__
 
     def entered(self: Any) -> Any:
-        value = enter(self)
-        if shared(self.target, self.attribute):
-            new = getattr(self.target, self.attribute)
-            side.ask("patch", 0, self.target.__name__, self.attribute, new)
+        value, target, name = enter(self), self.target, self.attribute
+        if shared(target, name):
+            side.ask("patch", 0, target.__name__, name, getattr(target, name))
         return value
 
     def left(self: Any, *error: Any) -> Any:
@@ -165,11 +163,10 @@ def watch_mock(side: Side) -> None:
     own = mock._is_async_obj  # type: ignore[attr-defined]
 
     def is_async(value: Any) -> bool:
-        if type(value) is Remote:
-            return place_of(value).builtin is types.FunctionType and bool(
-                value.__code__.co_flags & COROUTINE
-            )
-        return bool(own(value))
+        if type(value) is not Remote:
+            return bool(own(value))
+        function = place_of(value).builtin is types.FunctionType
+        return function and bool(value.__code__.co_flags & COROUTINE)
 
     mock._is_async_obj = is_async  # type: ignore[attr-defined]
 
@@ -196,7 +193,13 @@ def watch_looks(side: Side, source: str) -> None:
     if "random" in source and "seed" in source:
         import random
 
-        random.seed = _seeding(side, random.seed)
+        own = random.seed
+
+        def seed(*args: Any) -> None:
+            own(*args)
+            side.ask("call_named", 0, "random", "seed", list(args), {})
+
+        random.seed = seed
 
 
 def _looking(side: Side, module: str, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,14 +209,6 @@ def _looking(side: Side, module: str, name: str, own: Callable[..., Any]) -> Cal
         return own(*args, **kwargs)
 
     return look
-
-
-def _seeding(side: Side, own: Callable[..., Any]) -> Callable[..., Any]:
-    def seed(*args: Any) -> None:
-        own(*args)
-        side.ask("call_named", 0, "random", "seed", list(args), {})
-
-    return seed
 
 
 class Folders:
@@ -243,9 +238,6 @@ class CapturedOutput:
     def __init__(self) -> None:
         self._streams = io.StringIO(), io.StringIO()
         self._before = sys.stdout, sys.stderr
-        self._start()
-
-    def _start(self) -> None:
         sys.stdout, sys.stderr = self._streams
 
     def stop(self) -> None:
@@ -264,4 +256,4 @@ class CapturedOutput:
         try:
             yield
         finally:
-            self._start()
+            sys.stdout, sys.stderr = self._streams

@@ -18,14 +18,7 @@ from .fixtures import Filling, Registry, Store
 from .marks import TestMark
 from .shim import FailedByTest, Skipped, shim
 
-FILES = (
-    "tmp_path",
-    "tempfile",
-    "open(",
-    "Path(",
-    "chdir",
-    "makedirs",
-)  # words of tests that use some
+FILES = ("tmp_path", "tempfile", "open(", "Path(", "chdir", "makedirs")  # words of who uses some
 KEPT = "an assertion failed in a callback of the tests and the solution kept it"
 TEXT = 300  # characters of what a failed test says
 GENERATOR, COROUTINE, ASYNC_GENERATOR = 0x20, 0x80, 0x200  # flags of code, see `inspect`
@@ -51,16 +44,17 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
     try:
         items = tests.collected(program["source"], program.get("files") is True) if ready else []
     except BaseException as error:
+        said = f"{type(error).__name__}: {error}"[:TEXT]
         if side.refused:
             report(unsupported=side.refused, provoked=side.provoked)
         elif side.closed or side.failed or side.used:  # what the solution has or raises is no help
-            report(ready=False, tests=[], error=f"{type(error).__name__}: {error}"[:TEXT])
+            report(ready=False, tests=[], error=said)
         elif isinstance(error, Skipped):
             report(ready=True, tests=["skipped"])
-            tests.skip()
+            tests.skipped = True
             _answer(tests, side, channel, report, patience_s)
         else:
-            report(broken=f"{type(error).__name__}: {error}"[:TEXT])
+            report(broken=said)
         return
     ready = ready and bool(items or not side.used)  # it may have been asked for parameters
     report(ready=ready, tests=[item.name for item in items])
@@ -91,11 +85,8 @@ class Tests:
         self._items: list[Item] = []
         self._registry: Registry | None = None
         self._owner: Any = None
-        self._begun = self._skipped = False
-
-    def skip(self) -> None:
-        """The whole module is skipped."""
-        self._skipped = True
+        self._begun = False
+        self.skipped = False  # the whole module is
 
     def collected(self, source: str, files: bool) -> list[Item]:
         """With `files`, the scratch directories of both sides have one path."""
@@ -140,21 +131,20 @@ class Tests:
         """Whether a test has passed, and what it says if not. One that is skipped, or expected to
         fail, says nothing of the solution, however it ends.
         """
-        if self._skipped:
+        if self.skipped:
             return {"passed": False, "error": "skipped"}
         item = self._items[number]
         try:
             for mark in item.marks:
-                if mark.name == "skip" or (
-                    mark.name in ("skipif", "xfail") and _conditional(mark, item)
-                ):
+                conditional = mark.name in ("skipif", "xfail")
+                if mark.name == "skip" or (conditional and _holds(mark, item)):
                     return {"passed": False, "error": mark.name}
             self._side.asserted.clear()
             self._whole(item)
             if self._side.asserted:  # a wrong solution can spare itself what a callback asserts
                 self._side.refuse(KEPT, provoked=True)
         except BaseException as error:
-            return _failed(error)
+            return {"passed": False, "error": f"{type(error).__name__}: {error}"[:TEXT]}
         return {"passed": True, "error": ""}
 
     def _whole(self, item: Item) -> None:
@@ -217,27 +207,20 @@ class Tests:
     def _function(self, item: Item) -> None:
         assert self._registry is not None
         instance = item.owner() if item.owner is not None else None
-        code = item.function
-        code = getattr(code, "__func__", code)
+        code = getattr(item.function, "__func__", item.function)
         flags = code.__code__.co_flags
         if flags & (GENERATOR | ASYNC_GENERATOR):
             raise AssertionError("a test that yields is none")
         if instance is None:
             self._around("setup_function", "teardown_function", self._module, code)
         filling = Filling(item, self._registry, self._store, instance)
-        automatic = self._registry.automatic(item.owner)
-        for name in automatic:
+        for name in self._registry.automatic(item.owner):
             filling.value(name)
         if instance is not None:
             method = getattr(instance, item.originalname, code)
             self._around("setup_method", "teardown_method", instance, method)
-        for name in item.names:
-            if name not in item.values:
-                filling.value(name)
-        given = {
-            name: item.values[name] if name in item.values else filling.value(name)
-            for name in item.wanted  # type: ignore[attr-defined]
-        }
+        made = {n: filling.value(n) for n in item.names if n not in item.values}
+        given = {n: item.values[n] if n in item.values else made[n] for n in item.wanted}
         function = item.function.__get__(instance, item.owner) if instance is not None else code
         if flags & COROUTINE:
             if not any(mark.name == "asyncio" for mark in item.marks):
@@ -245,8 +228,8 @@ class Tests:
             import asyncio
 
             asyncio.run(function(**given))
-        elif function(**given) is not None:
-            return  # pytest warns, and goes on
+        else:
+            function(**given)  # of what it returns, pytest warns
 
     def _around(self, setup: str, teardown: str, place: Any, argument: Any) -> None:
         _call(getattr(place, setup, None), argument)
@@ -271,16 +254,8 @@ def _call(function: Any, *arguments: Any) -> None:
     function(*arguments[:taken])
 
 
-def _conditional(mark: TestMark, item: Item) -> bool:
+def _holds(mark: TestMark, item: Item) -> bool:
     """Whether one of the mark's conditions holds; without any it does."""
-    conditions = list(mark.args)
-    if "condition" in mark.kwargs:
-        conditions.append(mark.kwargs["condition"])
-    if not conditions:
-        return True
+    conditions = [*mark.args, *(mark.kwargs[key] for key in mark.kwargs if key == "condition")]
     scope = {"sys": sys, "os": __import__("os"), **vars(item.module)}
-    return any(eval(c, scope) if isinstance(c, str) else c for c in conditions)
-
-
-def _failed(error: BaseException | None) -> dict[str, Any]:
-    return {"passed": False, "error": f"{type(error).__name__}: {error}"[:TEXT]}
+    return not conditions or any(eval(c, scope) if isinstance(c, str) else c for c in conditions)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import types
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 
 from ..objects.errors import Escaped
 from ..objects.side import CannotCross, Side
@@ -87,11 +88,7 @@ class _Raises:
 
 
 def raises(
-    expected_exception: Any,
-    *args: Any,
-    match: Any = None,
-    check: Any = None,
-    **kwargs: Any,
+    expected_exception: Any, *args: Any, match: Any = None, check: Any = None, **kwargs: Any
 ) -> Any:
     context = _Raises(expected_exception, match, check)
     if not args:
@@ -135,8 +132,6 @@ def importorskip(modname: str, minversion: Any = None, reason: Any = None, **_: 
         __import__(modname)
     except ImportError as error:
         raise Skipped(str(error)) from None
-    import sys
-
     return sys.modules[modname]
 
 
@@ -156,23 +151,10 @@ class _Pytest(types.ModuleType):
 def shim(side: Side) -> Any:
     """The module for the tests of this pipe."""
     module: Any = _Pytest(side)
-    functions: dict[str, Callable[..., Any]] = {
-        "raises": raises,
-        "warns": warns,
-        "deprecated_call": deprecated_call,
-        "skip": skip,
-        "xfail": xfail,
-        "fail": fail,
-        "importorskip": importorskip,
-        "fixture": fixture,
-        "approx": Approx,
-        "param": Parameters,
-        "main": lambda *a, **k: 0,
-    }
-    module.__dict__.update(functions)
-    module.__dict__.update(
-        mark=Marks(), MonkeyPatch=MonkeyPatch.of(side), FixtureRequest=FixtureRequest
-    )
+    for own in (raises, warns, deprecated_call, skip, xfail, fail, importorskip, fixture):
+        module.__dict__[own.__name__] = own
+    module.__dict__.update(approx=Approx, param=Parameters, mark=Marks(), main=lambda *a, **k: 0)
+    module.__dict__.update(MonkeyPatch=MonkeyPatch.of(side), FixtureRequest=FixtureRequest)
     module.__dict__.update(CaptureFixture=_Generic, ExceptionInfo=ExceptionInfo)
     for function, kind in ((fail, FailedByTest), (skip, Skipped), (xfail, ExpectedFailure)):
         function.Exception = kind  # type: ignore[attr-defined]

@@ -49,10 +49,8 @@ def taken(buffer: bytearray, limit: int) -> dict[str, Any] | None:
     """The next frame of what has come, which the buffer loses; None if it is not all there. Closed
     when it is longer than `limit`, or no object.
     """
-    if len(buffer) < LENGTH:
-        return None
     length = int.from_bytes(buffer[:LENGTH], "little")
-    if length > limit:
+    if len(buffer) >= LENGTH and length > limit:
         raise Closed(f"a frame of {length} bytes")
     if len(buffer) < LENGTH + length:
         return None
@@ -87,8 +85,6 @@ def _exactly(fd: int, size: int, wait: Callable[[], None] | None) -> bytes:
             raise Closed(str(error)) from None
         if not part:
             raise Closed("the end of the stream")
-        if len(part) == size and not parts:
-            return part
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

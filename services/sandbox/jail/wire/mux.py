@@ -8,11 +8,13 @@ ends run this; neither believes the other: what breaks these rules is Garbage.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 HEAD = struct.Struct("<BBI")
@@ -23,16 +25,7 @@ READ = 1 << 16
 
 # Numbers of the channels. The first two carry little, and have no window.
 CONTROL, KEEPER, STDIN, STDOUT, STDERR, CELLS, PEER = range(7)
-NAMED = {
-    "keeper": KEEPER,
-    "stdin": STDIN,
-    "stdout": STDOUT,
-    "stderr": STDERR,
-    "cells": CELLS,
-    "peer": PEER,
-}
-
-
+NAMED = dict(zip(("keeper", "stdin", "stdout", "stderr", "cells", "peer"), range(KEEPER, PEER + 1)))
 FREE = (CONTROL, KEEPER)
 OUTPUTS = (STDOUT, STDERR)
 AFTER_OUTPUTS = (CELLS,)  # what is said there is said of what was printed before: never earlier
@@ -105,22 +98,21 @@ class Mux:
         `others`, descriptors of the caller's, can be read.
         """
         poller = select.poll()
-        wanted: dict[int, int] = {}
-
-        def want(fd: int, event: int) -> None:
-            wanted[fd] = wanted.get(fd, 0) | event
-
+        wanted = Counter({fd: select.POLLIN for fd in others})
         if not self.over:
-            want(self._incoming, select.POLLIN)
+            wanted[self._incoming] |= select.POLLIN
         if self.outbox:
-            want(self._outgoing, select.POLLOUT)
-        for fd in others:
-            want(fd, select.POLLIN)
+            wanted[self._outgoing] |= select.POLLOUT
+        outputs = [self._channels[each] for each in OUTPUTS if each in self._channels]
+        behind = any(output.reading >= 0 and output.may_send <= 0 for output in outputs)
         for number, channel in self._channels.items():
-            if channel.reading >= 0 and channel.may_send > 0 and not self._behind(number):
-                want(channel.reading, select.POLLIN)
+            late = (
+                behind and number in AFTER_OUTPUTS
+            )  # not before more of what was printed is taken
+            if channel.reading >= 0 and channel.may_send > 0 and not late:
+                wanted[channel.reading] |= select.POLLIN
             if channel.waiting and channel.writing >= 0 and not self._held(number):
-                want(channel.writing, select.POLLOUT)
+                wanted[channel.writing] |= select.POLLOUT
         for fd, event in wanted.items():
             poller.register(fd, event)
         ready = dict(poller.poll(max(0.0, patience_s) * 1000))
@@ -160,13 +152,6 @@ class Mux:
             self.outbox.clear()
             self._deaf = True
 
-    def _behind(self, number: int) -> bool:
-        """Whether it is not read before the other end takes more of what was printed."""
-        if number not in AFTER_OUTPUTS:
-            return False
-        outputs = [self._channels[each] for each in OUTPUTS if each in self._channels]
-        return any(output.reading >= 0 and output.may_send <= 0 for output in outputs)
-
     def _outputs_taken(self) -> bool:
         """Takes all that was printed; False if more of it is there than the window lets through."""
         for number in OUTPUTS:
@@ -182,9 +167,8 @@ class Mux:
 
     def _held(self, number: int) -> bool:
         """Whether what has come must wait until what was printed before is passed on."""
-        if number not in AFTER_OUTPUTS:
-            return False
-        return any(self._channels[each].waiting for each in OUTPUTS if each in self._channels)
+        outputs = [self._channels[each] for each in OUTPUTS if each in self._channels]
+        return number in AFTER_OUTPUTS and any(output.waiting for output in outputs)
 
     def _take(self, number: int, channel: MuxChannel) -> None:
         try:
@@ -224,14 +208,8 @@ class Mux:
         if fd != channel.reading:
             os.close(fd)
             return
-        try:  # a socket, which is still read
-            ours = socket.socket(fileno=os.dup(fd))
-            try:
-                ours.shutdown(socket.SHUT_WR)
-            finally:
-                ours.close()
-        except OSError:
-            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as ours:
+            ours.shutdown(socket.SHUT_WR)  # it is still read
 
     def _was_taken(self, number: int, channel: MuxChannel, count: int) -> None:
         if number not in FREE:

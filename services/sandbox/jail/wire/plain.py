@@ -26,7 +26,8 @@ def jsonable(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return _whole(int.__index__(value))
+        whole = int.__index__(value)
+        return whole if -WORD < whole < WORD else {MARK: "%x" % whole}
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, str):
@@ -37,7 +38,11 @@ def jsonable(value: Any, depth: int = 0) -> Any:
             return list(value)  # long lists of numbers are common
         return [jsonable(item, depth + 1) for item in value]
     if isinstance(value, (set, frozenset)):
-        return [jsonable(item, depth + 1) for item in _sorted(value)]
+        try:
+            items = sorted(value)
+        except TypeError:  # items of several kinds
+            items = sorted(value, key=repr)
+        return [jsonable(item, depth + 1) for item in items]
     if isinstance(value, dict):
         found = {_key(key): jsonable(item, depth + 1) for key, item in value.items()}
         if len(found) < len(value):
@@ -65,17 +70,6 @@ def unpacked(value: Any) -> Any:
             return number(value)
         return {key: unpacked(item) for key, item in value.items()}
     return value
-
-
-def _whole(value: int) -> Any:
-    return value if -WORD < value < WORD else {MARK: "%x" % value}
-
-
-def _sorted(items: Any) -> list[Any]:
-    try:
-        return sorted(items)
-    except TypeError:  # items of several kinds
-        return sorted(items, key=repr)
 
 
 def _builtin(value: Any) -> Any:

@@ -10,8 +10,7 @@ import pytest
 import pytest_asyncio
 
 from services.sandbox.grading.code.real_pytest import Suites
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.outer_jail.pytest_packages import with_pytest
+from services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.outcomes.answer import Answer
 from tests.load import scaled
