@@ -41,15 +41,11 @@ def answer_of(
     stop = str(last.get("stop", ""))
     if last.get("truncated") and (not stop or last is not turns[-1]):
         return None
-    text = _stripped(str(last.get("text", "")).removesuffix(stop), options.get("strip", []))
-    return text if reasoning else spoken(text)
-
-
-def _stripped(text: str, strip: str | Sequence[str]) -> str:
+    text, strip = str(last.get("text", "")).removesuffix(stop), options.get("strip", [])
     ends = [end for end in ([strip] if isinstance(strip, str) else strip) if end]
     while found := next((end for end in ends if text.endswith(end)), ""):
         text = text[: -len(found)]
-    return text
+    return text if reasoning else spoken(text)
 
 
 def spoken(text: str) -> str | None:

@@ -69,10 +69,15 @@ def read(tests: Any) -> Tests:
     BadTests says why they are none, Unsupported what of them cannot be graded by.
     """
     if isinstance(tests, str):
-        found = _json(tests)
-        return tests if found is None else read(found)
+        if not tests.lstrip().startswith(("{", "[")):
+            return tests
+        try:  # the list or table that a text is, as datasets store them
+            found = _loads(tests)
+        except (ValueError, RecursionError):
+            return tests
+        return read(found)
     if isinstance(tests, list):
-        return _printed(tests)
+        return PrintedTests([_printed_case(case) for case in tests])
     if not isinstance(tests, dict):
         raise BadTests(f"tests are a list, a table or a text, not {_kind(tests)}")
     function = next((str(tests[key]) for key in FUNCTION_KEYS if tests.get(key)), "")
@@ -81,7 +86,7 @@ def read(tests: Any) -> Tests:
         cases = _listed(tests["cases"], "cases")
         if function:
             return CalledTests(function, [_called(case) for case in cases])
-        return _printed(cases)
+        return PrintedTests([_printed_case(case) for case in cases])
     pairs = list(_pairs(tests))
     if function:
         return CalledTests(function, _called_pairs(pairs))
@@ -127,10 +132,6 @@ def used_and_bound(tree: ast.Module) -> tuple[set[str], set[str]]:
 
 
 # ---- programs that print ------------------------------------------------------------------------
-
-
-def _printed(cases: list[Any]) -> PrintedTests:
-    return PrintedTests([_printed_case(case) for case in cases])
 
 
 def _printed_case(case: Any) -> Printed:
@@ -219,9 +220,8 @@ def _no_linked(table: dict[str, Any]) -> None:
     """Unsupported if a mark beside the cases says that lists stand for linked nodes."""
     cases = {"cases", "args", "kwargs", "input", "output", "inputs", "outputs"}
     marks = repr({key: value for key, value in table.items() if key not in cases})
-    for name in LINKED:
-        if name in marks:
-            raise Unsupported(f"arguments or results of the type {name}, which are built of lists")
+    if name := next((name for name in LINKED if name in marks), ""):
+        raise Unsupported(f"arguments or results of the type {name}, which are built of lists")
 
 
 # ---- tables and JSON ----------------------------------------------------------------------------
@@ -230,9 +230,8 @@ def _no_linked(table: dict[str, Any]) -> None:
 def _pairs(tests: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
     if not ("inputs" in tests and "outputs" in tests):
         keys = ", ".join(map(repr, tests)) or "nothing"
-        raise BadTests(
-            f"a table of tests has function and cases, or inputs and outputs; it has {keys}"
-        )
+        what = "function and cases, or inputs and outputs"
+        raise BadTests(f"a table of tests has {what}; it has {keys}")
     inputs, outputs = _listed(tests["inputs"], "inputs"), _listed(tests["outputs"], "outputs")
     if len(inputs) != len(outputs):
         raise BadTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
@@ -259,16 +258,6 @@ def _of(case: dict[str, Any], key: str) -> Any:
 
 def _kind(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
-
-
-def _json(text: str) -> Any:
-    """The list or table that a text is, as datasets store them; None for Python."""
-    if not text.lstrip().startswith(("{", "[")):
-        return None
-    try:
-        return _loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _loads(text: str) -> Any:

@@ -128,16 +128,14 @@ def named(answer: str) -> str:
     """Return the letter, in upper case, of the choice that an answer names; empty if none."""
     given = unicodedata.normalize("NFKC", answer[-LONGEST:]).strip()
     text = _plain(given)
-    found = sorted([*_boxes(text), *_statements(text), *_lines(text)], key=lambda one: one.at)
-    if not found:
-        return _last_words(given)
-    return found[-1].letter
-
-
-def _boxes(text: str) -> Iterator[NamedChoice]:
-    for match in BOX.finditer(text):
-        content = next(group for group in match.groups() if group is not None)
-        yield NamedChoice(match.end(), named(content))
+    boxes = (
+        NamedChoice(
+            match.end(), named(next(group for group in match.groups() if group is not None))
+        )
+        for match in BOX.finditer(text)
+    )
+    found = sorted([*boxes, *_statements(text), *_lines(text)], key=lambda one: one.at)
+    return found[-1].letter if found else _last_words(given)
 
 
 def _statements(text: str) -> Iterator[NamedChoice]:
@@ -163,11 +161,8 @@ def _stated(text: str, match: re.Match[str], closed: bool) -> str | None:
     if closed:
         if match["bare"] in ("a", "i"):
             return None
-        return (
-            ""
-            if BEFORE.search(text[max(0, match.start() - 20) : match.start()])
-            else _letter(match)
-        )
+        several = BEFORE.search(text[max(0, match.start() - 20) : match.start()])
+        return "" if several else _letter(match)
     if BEHIND_APART.match(text, match.end()):
         return None
     if match["bare"] and not ENDS_BARE.match(text, match.end()):
@@ -242,9 +237,8 @@ def _last_words(text: str) -> str:
     """Return the only letter in brackets of a last sentence that ends with it: "Paris (B)."."""
     sentence = SENTENCE.split(text)[-1]
     match = AT_THE_END.search(sentence[-100:])
-    letters = {
-        letter.upper() for letter in re.findall(r"\(\W*(?:\w{6}\s+)?([A-Za-z])\W*\)", sentence)
-    }
+    found = re.findall(r"\(\W*(?:\w{6}\s+)?([A-Za-z])\W*\)", sentence)
+    letters = set(map(str.upper, found))
     if match is None or len(letters) != 1 or match[1].lower() in OTHER_THINGS:
         return ""
     return "" if UNDONE.search(sentence) or OUT.search(sentence) else letters.pop()

@@ -101,8 +101,7 @@ def letter(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     text, letters = _scalar(value), str(options.get("letters", LETTERS)).upper()
     texts, labels = _choices(row)
     many = len(texts)
-    place = _place(text, texts, labels)
-    if place is not None:
+    if (place := _place(text, texts, labels)) is not None:
         return _nth(place, letters, text)
     if WHOLE.fullmatch(text):
         return _numbered(text, isinstance(value, str), texts, letters)

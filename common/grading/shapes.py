@@ -36,9 +36,8 @@ def read(tests: Any) -> tuple[str, Tests]:
         if not all(part.isidentifier() for part in found.function.split(".")):
             raise BadTests(f"{found.function!r:.60} is not the name of a function or Class.method")
         if found.function == CLASS:
-            raise BadTests(
-                f"{CLASS} is a class, which is not called: name its method, {CLASS}.NAME"
-            )
+            what = f"{CLASS} is a class, which is not called"
+            raise BadTests(f"{what}: name its method, {CLASS}.NAME")
         return CALLS, found
     return STDIN, found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 SOLUTION = "solution"  # the module that tests import the program from
 CASES = ("TestCase", "IsolatedAsyncioTestCase")
+ANY = "*"  # in place of an argument's name: the source does not say which
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Named = Callable[[ast.expr], str]  # the last name of what an expression means
 
@@ -59,22 +60,16 @@ def find(tree: ast.Module, named: Named = last_name) -> Iterator[WrittenTest]:
             if isinstance(node, Function) and node.name.startswith("test"):
                 yield WrittenTest(prefix + node.name, node, owner, case)
             elif isinstance(node, ast.ClassDef):
-                own = _family(node, classes)
+                own = [node]  # and the classes of the same source that it inherits from, each once
+                for one in own:
+                    above = (classes.get(last_name(base)) for base in one.bases)
+                    own += [each for each in above if each is not None and each not in own]
                 of_case = any(named(base) in CASES for one in own for base in one.bases)
                 if of_case or node.name.startswith("Test"):
                     for one in own:
                         yield from inside(one.body, f"{prefix}{node.name}::", node, of_case)
 
     yield from inside(tree.body, "", None, False)
-
-
-def _family(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """The class and those of the same source that it inherits from, each once."""
-    found = [node]
-    for one in found:
-        bases = (classes.get(last_name(base)) for base in one.bases)
-        found += [base for base in bases if base is not None and base not in found]
-    return found
 
 
 def fixtures(node: Function, makes: Callable[[ast.expr], bool]) -> Iterator[str]:
@@ -90,3 +85,33 @@ def fixtures(node: Function, makes: Callable[[ast.expr], bool]) -> Iterator[str]
 def called(expression: ast.expr) -> ast.expr:
     """Return what a call calls; any other expression as it is."""
     return expression.func if isinstance(expression, ast.Call) else expression
+
+
+def parametrized(mark: ast.Call) -> set[str]:
+    """The arguments that a call of `parametrize` gives; ANY where the source does not say which."""
+    by_name = (keyword.value for keyword in mark.keywords if keyword.arg == "argnames")
+    named = mark.args[0] if mark.args else next(by_name, None)
+    if isinstance(named, ast.Constant) and isinstance(named.value, str):
+        return {name.strip() for name in named.value.split(",")}
+    if isinstance(named, ast.List | ast.Tuple):
+        return {str(e.value) if isinstance(e, ast.Constant) else ANY for e in named.elts}
+    return {ANY}
+
+
+def marks_elsewhere(tree: ast.Module) -> bool:
+    """Whether a mark is made anywhere but as a decorator, as in `pytestmark = ...`: then which
+    tests have it is not certain.
+    """
+    decorating = {
+        id(decorator.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+    }
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "parametrize"
+        and id(node) not in decorating
+        for node in ast.walk(tree)
+    )

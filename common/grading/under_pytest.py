@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from collections.abc import Iterator
 
-from common.grading import parametrized, suites
-from common.grading.parametrized import ANY
-from common.grading.suites import SOLUTION, Function, called
+from common.grading import suites
+from common.grading.suites import ANY, SOLUTION, Function, called
 
 # Of pytest itself; plugins bring further ones.
 _FIXTURES = (
@@ -32,10 +32,8 @@ def modules(tests: str) -> tuple[str, ...]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = ["." * node.level + (node.module or "")]
-        for name in names:
-            first = name if name.startswith(".") else name.partition(".")[0]
-            if first not in PRESENT and first not in sys.stdlib_module_names:
-                found[first] = None
+        firsts = (name if name.startswith(".") else name.partition(".")[0] for name in names)
+        found |= dict.fromkeys(n for n in firsts if n not in {*PRESENT, *sys.stdlib_module_names})
     return tuple(found)
 
 
@@ -46,16 +44,20 @@ def lacks(tests: str) -> tuple[str, ...]:
     tree = ast.parse(tests)
     if any(hook in tests for hook in _HOOKS):
         return ()
-    anywhere = parametrized.elsewhere(tree)
+    anywhere = suites.marks_elsewhere(tree)
     functions = [node for node in ast.walk(tree) if isinstance(node, Function)]
-    made = {name for node in functions for name in suites.fixtures(node, _may_make_fixture)}
+    makes = [suites.fixtures(node, lambda made: "fixture" in _dotted(made)) for node in functions]
+    made = set(itertools.chain.from_iterable(makes))
     found: dict[str, None] = {}
     for test in suites.find(tree):
         node, owner = test.node, test.owner
         plain = all(_dotted(called(d)).startswith("pytest.mark.") for d in node.decorator_list)
         if not plain or test.name.count("::") > 1 or (owner and owner.bases):
             continue
-        given = set().union(*(_parametrized(mark) for mark in test.marks))
+        given: set[str] = set()
+        for mark in test.marks:
+            if isinstance(mark, ast.Call) and _dotted(mark.func).endswith("parametrize"):
+                given |= suites.parametrized(mark)
         for name in test.arguments(1 if owner else 0):
             if name not in FIXTURES | made | given and not (anywhere or ANY in given):
                 found[f"the fixture {name}"] = None
@@ -71,17 +73,6 @@ def _always(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _always(node.body)
         else:
             yield node
-
-
-def _may_make_fixture(decorator: ast.expr) -> bool:
-    return "fixture" in _dotted(decorator)
-
-
-def _parametrized(mark: ast.expr) -> set[str]:
-    """Arguments that a mark gives, if it gives any."""
-    if not isinstance(mark, ast.Call) or not _dotted(mark.func).endswith("parametrize"):
-        return set()
-    return parametrized.given(mark)
 
 
 def _dotted(node: ast.expr) -> str:
