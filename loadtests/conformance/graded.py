@@ -17,7 +17,7 @@ from services.sandbox.isolation.outer_jail.interpreters import Interpreter, with
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 
 Answers = dict[tuple[str, str], Answer]  # by row and solution
 

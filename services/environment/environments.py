@@ -200,7 +200,7 @@ def main() -> None:
     with making():
         served = made(arguments)
     if arguments.threads > 1:
-        threaded.serve(channel, served, arguments.threads)
+        threaded.serve(channel, served.perform, arguments.threads)
     else:
         serve(channel, served)
     served.close()

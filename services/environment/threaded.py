@@ -8,9 +8,10 @@ value], as those of `verifying`. The operations of one trajectory come one after
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import msgpack
 
@@ -20,20 +21,17 @@ from common.mesh.process.entry.child import ChildChannel
 PROBE = "text"  # operation that asks for a sign of life; no environment's
 
 
-class Performing(Protocol):
-    """What answers operations: `Environments`."""
-
-    def perform(self, key: int, operation: str, argument: Any) -> tuple[str, Any]: ...
+Perform = Callable[[int, str, Any], tuple[str, Any]]  # of a key, an operation and its argument
 
 
-def serve(channel: ChildChannel, served: Performing, threads: int) -> None:
+def serve(channel: ChildChannel, perform: Perform, threads: int) -> None:
     """Answers the shard until it closes the channel, with so many operations at a time; returns
     when those that were begun have ended.
     """
     sending = Lock()
 
     def answer(number: int, key: int, operation: str, argument: Any) -> None:
-        _send(channel, sending, number, *served.perform(key, operation, argument))
+        _send(channel, sending, number, *perform(key, operation, argument))
 
     with ThreadPoolExecutor(threads, thread_name_prefix="environment") as pool:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

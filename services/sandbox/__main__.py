@@ -13,7 +13,7 @@ from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state.pool.workers.names import service
 from common.weights.store.local_files import modules_here
 from services.sandbox.actor import MeshParts, SandboxActor, ServedSandbox
-from services.sandbox.outcomes.ends import ToldEnds
+from services.sandbox.outcomes import ToldEnds
 from services.sandbox.workers.calls import RLIMITS, PoolLimits
 
 

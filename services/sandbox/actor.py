@@ -38,10 +38,8 @@ from services.sandbox.isolation.outer_jail.interpreters import (
 )
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.jailed import Jailed
-from services.sandbox.jobs import LoadedJob, trusted
-from services.sandbox.outcomes.answer import Answer
-from services.sandbox.outcomes.ends import Ends
+from services.sandbox.jobs import Jailed, LoadedJob, trusted
+from services.sandbox.outcomes import Answer, Ends
 from services.sandbox.workers.calls import PoolFunctions, PoolLimits
 from services.sandbox.workers.pool import WorkerPool
 
@@ -215,12 +213,10 @@ class SandboxActor(Actor):
         return self._found[runner]
 
     def _log(self, of: str) -> Path | None:
-        """Of processes of its own, which share one."""
         name = f"{self._served.name.replace('/', '-')}-{of}.log"
         return self._logs / name if self._logs else None
 
     def _launcher(self, interpreter: Interpreter, tier: str, log: Path | None) -> JailLauncher:
-        """The one of this interpreter."""
         if interpreter not in self._launchers:
             homes = self._homes if tier != "landlock" else None
             made = self._host, self._clock, tier, interpreter, homes, log

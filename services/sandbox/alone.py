@@ -39,7 +39,6 @@ async def main() -> None:
 
 
 async def answered(actor: SandboxActor, frame: bytes) -> bytes:
-    """The frame that answers a frame."""
     try:
         method, body = msgpack.unpackb(frame, raw=False)
         if method not in REQUESTS:

@@ -133,7 +133,6 @@ class Sessions:
         return ran
 
     async def _lost(self, name: str, session: _CellSession, jail: Jail) -> Ran:
-        """How the jail came to its end, which also ends the session."""
         if self._open.get(name) is session:
             del self._open[name]
         session.ended = True

@@ -30,7 +30,7 @@ from services.sandbox.isolation.resources.cgroups import Homes
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.places import JailPlace, JailPlaces
 from services.sandbox.isolation.runners import leftovers, spawner
-from services.sandbox.outcomes.ends import KILLED, Ends
+from services.sandbox.outcomes import KILLED, Ends
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0
@@ -141,7 +141,6 @@ class JailLauncher:
             zygote.kill()
 
     async def run(self, program: Program, limits: JailLimits, stdin: bytes = b"") -> Ran:
-        """A program in a fresh jail, to its end."""
         return await (await self.open(program, limits, stdin)).finish()
 
     async def open(
@@ -241,7 +240,6 @@ class JailLauncher:
     def _request(
         self, limits: JailLimits, place: JailPlace, descriptors: list[str], stands: bool
     ) -> dict[str, Any]:
-        """What the zygote is told of a jail."""
         request: dict[str, Any] = {
             "limits": limits.document(),
             "descriptors": descriptors,

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from .confinement import allowed, kernel, landlock, seccomp
 from .guests import guest
-from .metering import memory, refusals, usage, watch
+from .metering import refusals, usage, watch
 from .wire import frames
 
 SCRATCH = "/tmp"
@@ -90,7 +90,7 @@ def keep(fds: dict[str, int], request: dict[str, Any], tier: str, proc: int) -> 
         if not request["counted"]:
             only = usage.FIRST_PIDS if tier == "bwrap" else -1  # among the host's, any may be its
             most = settings["memory_bytes"]
-            together = memory.Watched(most, cpu.members, usage.newest, only)
+            together = usage.WatchedMemory(most, cpu.members, usage.newest, only)
         watching = watch.GuestWatch(
             watch.WatchedGuest(child, channel, wake, ready),
             settings,

@@ -10,7 +10,7 @@ import msgpack
 
 from common.base.errors import BadMessage
 from common.mesh.process.entry.child import FRAME_LIMIT
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 from services.sandbox.workers.worker import shown_name
 
 FRAME_BYTES = FRAME_LIMIT - (64 << 10)  # for the arguments of a slice; the rest is names and ids

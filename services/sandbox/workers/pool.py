@@ -17,8 +17,7 @@ from common.job.bundle.authored import placed
 from common.mesh.process.handle import Child, Usage
 from common.mesh.process.host import Host
 from common.mesh.runtime.calls.waits import WaitTable
-from services.sandbox.outcomes.answer import Answer
-from services.sandbox.outcomes.ends import KILLED, Ends
+from services.sandbox.outcomes import KILLED, Answer, Ends
 from services.sandbox.workers.calls import (
     FRAME_BYTES,
     PoolCall,

@@ -73,7 +73,9 @@ def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
     served = Environments(Waiting, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt")
     ours, theirs = socket.socketpair()
     ours.settimeout(scaled(WITHIN_S))
-    serving = threading.Thread(target=threaded.serve, args=(ChildChannel(theirs), served, 4))
+    serving = threading.Thread(
+        target=threaded.serve, args=(ChildChannel(theirs), served.perform, 4)
+    )
     serving.start()
     shard = Shard(ours)
     yield shard

@@ -13,7 +13,7 @@ from loadtests.conformance.graded import graded
 from loadtests.conformance.judge import Verdict
 from loadtests.conformance.rates import offenders, rates
 from loadtests.conformance.rows import ALL, edited
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 
 SLICE = ALL[::20]
 

@@ -14,7 +14,7 @@ from common.state import events
 from common.state.events import Event
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.history.news import unforeseen
-from services.sandbox.outcomes.ends import TELL_S, Ends, ToldEnds
+from services.sandbox.outcomes import TELL_S, Ends, ToldEnds
 from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from services.sandbox.workers.pool import WorkerPool
 from sim.host import SimulatedHost

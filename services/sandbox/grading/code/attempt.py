@@ -83,7 +83,6 @@ class Attempt:
     # ---- words with a jail --------------------------------------------------------------------
 
     def lap(self, jail: Jail, waits: bool = False) -> None:
-        """Lets a jail begin its next test."""
         jail.lap(waits)
         jail.output.left = self.limits.output_bytes
 
@@ -129,7 +128,6 @@ class JailedTrial(ABC):
         """Return whether that test is passed; None if a jail has ended."""
 
     async def is_blamed(self) -> bool:
-        """True if no jail is to be replaced; see `Attempt.blames`."""
         blamed = [await self.attempt.blames(jail) for jail in self.jails]
         return all(blamed)
 

@@ -21,7 +21,6 @@ SPACES = 8  # times what is wanted, as JSON, that an answer may take: escapes, a
 
 
 async def passed(attempt: Attempt, source: str, function: str, cases: list[Called]) -> list[bool]:
-    """Which of the cases the function passes."""
     for case in cases:
         size = len(frames.pack(_packed(case)))
         if size > frames.LIMIT - FRAME_BYTES:  # more than a jail reads at once

@@ -22,22 +22,19 @@ from common.grading.support import Unsupported, unsupported
 from services.sandbox.grading.code import called, isolated, real_pytest
 from services.sandbox.grading.code.attempt import Attempt
 from services.sandbox.grading.code.equality import same_text
-from services.sandbox.grading.code.prelude import prelude_of
-from services.sandbox.grading.code.programs import prefixed, program_of
+from services.sandbox.grading.code.programs import prefixed, prelude_of, program_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.jails.jail import JailFailed
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
 from services.sandbox.jail.guests import judged
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 
 SPACES = 2  # times what is wanted that a program may print: layout, and what it says beside
 
 
 class Grading:
-    """The grading of one answer."""
-
     def __init__(
         self,
         launcher: JailLauncher,

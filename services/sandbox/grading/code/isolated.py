@@ -27,7 +27,6 @@ UNTOLD = 0.25  # of a case's limit: waiting for the solution that its clock need
 
 
 async def passed(attempt: Attempt, source: str, tests: str) -> list[bool]:
-    """Which of the tests the solution passes, in the order of their source."""
     async with attempt.slots.one():
         return await attempts.passed(attempt, lambda: _pair(attempt, source, tests))
 

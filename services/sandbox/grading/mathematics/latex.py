@@ -97,7 +97,6 @@ def _mixed_percent(match: re.Match[str]) -> str:
 
 
 def _repeating(match: re.Match[str]) -> str:
-    """0.1\\overline{6} as a fraction."""
     whole, head, tail = match[1] or "0", match[2], match[3]
     over = int(whole + head + tail) - int(whole + head)
     return rf"\frac{{{over}}}{{{(10 ** len(tail) - 1) * 10 ** len(head)}}}"

@@ -80,7 +80,6 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def _reads(gold: str, stated: Stated) -> bool:
-    """True if the answer, read in this way, comes to the gold."""
     said, boxed = stated.text, stated.alone
     if not said.strip() or (boxed and len(said) > BOXED) or golds.CODE.search(said):
         return False

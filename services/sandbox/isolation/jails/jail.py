@@ -95,7 +95,6 @@ class Jail:
             self._group.freeze(False)
 
     def turn(self, begins: bool) -> None:
-        """Lets the jail's wall clock run, or stand."""
         self.keeper.send_now({"turn": begins})
 
     def pause(self) -> None:
@@ -124,7 +123,6 @@ class Jail:
         return bool(self._came) or self.keeper.ended
 
     async def report(self, deadline_s: float) -> KeeperReport:
-        """The keeper's word on how the guest ended."""
         frame = self._came
         while not frame or "refuses" in frame:
             frame = await self.keeper.receive(self._clock, deadline_s)
@@ -163,7 +161,6 @@ class Jail:
             self.close()
 
     def close(self) -> None:
-        """Ends it, if it has not ended."""
         self.keeper.close()
         if self.cells is not None:
             self.cells.close()

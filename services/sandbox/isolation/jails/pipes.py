@@ -57,7 +57,6 @@ class _DescriptorReader(ABC):
             asyncio.get_running_loop().remove_reader(self._fd)
 
     async def arrival(self) -> None:
-        """Returns when something has happened since the last look."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
@@ -196,7 +195,6 @@ class Pipe(_DescriptorReader):
         return frame
 
     def arrived(self) -> Iterator[Any]:
-        """The frames that have come by now."""
         self._read_all()
         while (frame := self._frame()) is not None:
             yield frame

@@ -1,15 +1,19 @@
-"""Places of jails: the control group, user and scratch directory that one has while it runs."""
+"""Places of jails: the control group, user and scratch directory that one has while it runs. It is
+on disk where no mount namespace gives it one in memory.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
+import secrets
+import tempfile
 from collections import deque
 from dataclasses import dataclass
 
 from common.base.clock import Clock
 from common.job.isolation.runners import Runner
-from services.sandbox.isolation.resources import scratch, users
+from services.sandbox.isolation.resources import users
 from services.sandbox.isolation.resources.cgroups import PREFIX, Cgroup, Homes
 from services.sandbox.isolation.resources.limits import JailLimits
 
@@ -19,6 +23,7 @@ GUEST_NICE = 3  # of guests that no control group weighs: each half of their kee
 OVERHEAD_BYTES = 16 << 20  # what a fork and its kernel structures add to a control group
 RUNNER_BYTES = 256 << 20  # of a runner's own processes and the kernel in them; runsc has 60 MiB
 RUNNER_PROCESSES, RUNNER_THREADS = 256, 4  # threads of its own, and for one of the guest
+DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NUMBERS = itertools.count()  # of control groups, which all launchers of a process name alike
 
 
@@ -59,7 +64,7 @@ class JailPlaces:
                 place.slot = self.users.popleft()
                 place.user = users.block(outer) + place.slot
             if self._on_disk:
-                place.scratch = scratch.make(place.user)
+                place.scratch = make_scratch(place.user)
         except BaseException:
             self.give_back(place)
             raise
@@ -127,7 +132,7 @@ class JailPlaces:
 
     def _clear(self) -> None:
         """Directories of jails that have ended; what still runs there keeps one for a moment."""
-        self._littered = [place for place in self._littered if not scratch.remove(place)]
+        self._littered = [place for place in self._littered if not remove_scratch(place)]
 
     async def stop(self) -> None:
         """Clears all away, once the jails have ended."""
@@ -139,3 +144,65 @@ class JailPlaces:
                 await self._clock.sleep(ENDING_S)
             group.remove()
         self._made, self._groups = [], deque()
+
+
+def make_scratch(user: int) -> str:
+    """A new one; as root, of that user, or with 0 of the one that jails share."""
+    place = tempfile.mkdtemp(prefix=PREFIX)
+    if os.getuid() == 0:
+        os.chown(place, user or users.PLAIN_ID, user or users.PLAIN_ID)
+    return place
+
+
+def remove_scratch(place: str) -> bool:
+    """Removes it with all that a program has left there, however deep, closed or named; False if
+    somebody still writes there, or it is not ours.
+
+    Each directory is moved up before its content is looked at, so that neither the length of a path
+    nor the depth of a recursion bounds what can be removed. No link is followed, as the program's
+    last processes may still be there to place some.
+    """
+    mark, number = secrets.token_hex(8), 0
+    pending = [""]
+    try:
+        top = os.open(place, DIRECTORY)
+    except OSError:
+        return not os.path.lexists(place)
+    try:
+        os.chmod(f"/proc/self/fd/{top}", 0o700)
+        while pending:
+            name = pending.pop()
+            folder = os.open(name or ".", DIRECTORY, dir_fd=top)
+            try:
+                opened = f"/proc/self/fd/{folder}"
+                os.chmod(opened, 0o700)
+                for entry in os.listdir(os.fsencode(opened)):
+                    moved = f"{mark}-{number}"
+                    if _moved_up(folder, entry, top, moved):
+                        pending.append(moved)
+                        number += 1
+            finally:
+                os.close(folder)
+            if name:
+                os.rmdir(name, dir_fd=top)
+        os.rmdir(place)
+    except OSError:
+        return False
+    finally:
+        os.close(top)
+    return True
+
+
+def _moved_up(folder: int, entry: bytes, top: int, name: str) -> bool:
+    """Moves a directory to the top; removes anything else, and says so."""
+    try:
+        below = os.open(entry, DIRECTORY, dir_fd=folder)
+    except NotADirectoryError:
+        os.unlink(entry, dir_fd=folder)
+        return False
+    try:
+        os.chmod(f"/proc/self/fd/{below}", 0o700)  # to be moved is to be written
+    finally:
+        os.close(below)
+    os.rename(entry, name, src_dir_fd=folder, dst_dir_fd=top)
+    return True

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from common.job.isolation.runners import Runner
 from services.sandbox.isolation.jails.program import KeeperReport
 from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.runners import leftovers, usage
+from services.sandbox.isolation.runners import leftovers
 from services.sandbox.jail.confinement import kernel
 from services.sandbox.jail.guests import guest
 from services.sandbox.jail.metering import watch
@@ -256,8 +256,8 @@ class Bridge:
 
     def _kill(self) -> None:
         """All processes of the container that are seen from here."""
-        while self._process and (pids := list(filter(usage.runs, usage.tree(os.getpid())))):
-            usage.kill(pids)
+        while self._process and (pids := list(filter(leftovers.runs, leftovers.tree(os.getpid())))):
+            leftovers.kill_all(pids)
             time.sleep(0.002)
 
     def _end(self) -> None:
@@ -292,9 +292,9 @@ class ContainerClock:
         self._paused = pause
         self._lap(self._use(memory=False))
 
-    def _lap(self, use: usage.Use) -> None:
+    def _lap(self, use: leftovers.Use) -> None:
         self._at, self._before, self._stolen = time.monotonic(), use, watch.stolen()
-        self._last: tuple[float, usage.Use] = (self._at, use)
+        self._last: tuple[float, leftovers.Use] = (self._at, use)
         self._unseen_s = 0.0
         self._stood_s, self._stands_since = 0.0, 0.0
 
@@ -307,8 +307,8 @@ class ContainerClock:
             self._stood_s += now - self._stands_since
             self._stands_since = 0.0
 
-    def _use(self, memory: bool) -> usage.Use:
-        return usage.of(usage.tree(os.getpid()), memory)
+    def _use(self, memory: bool) -> leftovers.Use:
+        return leftovers.use_of(leftovers.tree(os.getpid()), memory)
 
     def look(self) -> str:
         """What limit it is over: `wall`, `cpu` or `memory`; empty: none."""

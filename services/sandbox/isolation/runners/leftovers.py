@@ -1,4 +1,5 @@
-"""What containers of a killed sandbox leave: found by name, and ended.
+"""Processes of containers: what they use, and what those of a killed sandbox leave, which is found
+by name and ended.
 
 A sandbox has a directory for its containers, named by its process; they have its name in their
 environment, and their own directories in it.
@@ -10,13 +11,15 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.base.clock import Clock
 from common.mesh.process.handle import start_time
-from services.sandbox.isolation.runners import usage
+from services.sandbox.jail.metering import proc
 
 PREFIX = "meshrl-runner-"
 MARK = "MESHRL_RUNNER"  # in the environment of what a runner starts: the container's name
@@ -24,6 +27,62 @@ DELETE = "delete.json"  # in a container's directory: what removes what its runt
 DELETE_S = 20.0  # for that
 ROOT = "root"  # what bundles of a sandbox share
 SETTLE_S, SETTLE_LOOK_S = 30.0, 0.02  # for bridges to end their containers
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
+
+
+# ---- what its processes use, seen from this host: a kernel inside of a container may lie ---------
+
+
+@dataclass(frozen=True)
+class Use:
+    cpu_s: float  # of all of them, and of those that they have waited for
+    queued_s: float  # that their threads have waited for a core
+    memory_bytes: int  # what is shared counts once
+    runnable: bool = False  # one of them runs or waits for a core
+
+
+def tree(root: int) -> list[int]:
+    """The processes below `root`, itself left out, which adopts those whose parents end."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := proc.fields(int(name))):
+            children.setdefault(int(fields[1]), []).append(int(name))
+    found: list[int] = []
+    waiting = children.get(root, [])
+    while waiting:
+        pid = waiting.pop()
+        found.append(pid)
+        waiting += children.get(pid, [])
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether it is there, and not only for its parent to ask how it ended."""
+    fields = proc.fields(pid)
+    return bool(fields) and fields[0] not in (b"Z", b"X")
+
+
+def use_of(pids: list[int], memory: bool) -> Use:
+    """Their use together; memory is looked at on demand, as it costs most."""
+    ticks, queued_s, size, runnable = 0, 0.0, 0, False
+    for pid in pids:
+        if fields := proc.fields(pid):
+            ticks += sum(map(int, fields[11:15]))
+            with contextlib.suppress(OSError):
+                threads = os.listdir(f"/proc/{pid}/task")
+                queued_s += sum(proc.scheduled(f"{pid}/task/{thread}")[1] for thread in threads)
+            runnable = runnable or fields[0] == b"R"
+            size += proc.share_bytes(pid) if memory else 0
+    return Use(ticks / TICKS, queued_s, size, runnable)
+
+
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended, or is not ours to end
+            os.kill(pid, signal.SIGKILL)
+
+
+# ---- what is left --------------------------------------------------------------------------------
 
 
 def folder() -> Path:
@@ -37,7 +96,7 @@ async def settled(clock: Clock, place: Path) -> None:
     until = clock.monotonic() + SETTLE_S
     while clock.monotonic() < until and set(os.listdir(place)) - {ROOT}:
         await clock.sleep(SETTLE_LOOK_S)
-    kill(place.name)
+    kill_marked(place.name)
     shutil.rmtree(place, ignore_errors=True)
 
 
@@ -48,7 +107,7 @@ def sweep() -> None:
         started = rest.partition("-")[0]
         if not (pid.isdigit() and started.isdigit()) or start_time(int(pid)) == int(started):
             continue
-        kill(place.name)
+        kill_marked(place.name)
         if not place.is_dir() or place.stat().st_uid != os.getuid():
             continue  # scratch of a container, or of another user
         for container in place.iterdir():
@@ -56,13 +115,13 @@ def sweep() -> None:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def kill(name: str) -> None:
+def kill_marked(name: str) -> None:
     """All processes that carry the name of a folder in their environment."""
     mark = f"{MARK}={name}-".encode()
     for pid in [int(text) for text in os.listdir("/proc") if text.isdigit()]:
         with contextlib.suppress(OSError):
             if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes():
-                usage.kill([pid])
+                kill_all([pid])
 
 
 def delete(place: Path) -> None:

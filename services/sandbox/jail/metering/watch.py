@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..wire import frames
-from . import memory, proc, usage
+from . import proc, usage
 from .refusals import Refusals
 
 LOOK_S = 0.005  # the least between two looks at the clocks of a guest
@@ -68,7 +68,7 @@ class GuestWatch:
         cpu: usage.Grouped | usage.Scanned,
         signal_all: Callable[[int], None],
         refusals: Refusals,
-        together: memory.Watched | None,
+        together: usage.WatchedMemory | None,
         stands: bool = False,
     ) -> None:
         """`stands`: the wall clock stands until the first lap, or until a turn begins."""

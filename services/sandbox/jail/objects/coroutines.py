@@ -9,8 +9,6 @@ _LOOPS: list[Any] = []  # the one of this process, which objects of asyncio may 
 
 
 def awaited(place: Any) -> Any:
-    """A coroutine of ours that stands for one of the other side."""
-
     async def coroutine() -> Any:
         return place.ask("await")
 

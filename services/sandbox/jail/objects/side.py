@@ -18,7 +18,7 @@ from time import monotonic  # tests may put another in its place
 from typing import Any, Callable
 
 from ..wire import frames
-from . import coroutines, errors, operations, recorded, values
+from . import coroutines, errors, operations, values
 from .both import both, overridden
 from .remote import Remote, RemotePlace, place_of
 
@@ -303,7 +303,7 @@ class Side:
         answer: dict[str, Any] = {}
         message = self.message()
         warned: list[Any] | None = None
-        printed = recorded.RecordedOutput() if frame.get("output") and not self.trusted else None
+        printed = operations.RecordedOutput() if frame.get("output") and not self.trusted else None
         try:
             for name, value in (frame.get("environment") or {}).items():
                 if not self.trusted:

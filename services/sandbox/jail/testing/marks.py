@@ -26,7 +26,6 @@ class TestMark:
 
 
 def _own(target: Any) -> list[TestMark]:
-    """Its marks, those of its base classes left out."""
     found = vars(target).get("pytestmark", [])
     return list(found) if isinstance(found, (list, tuple)) else [found]
 

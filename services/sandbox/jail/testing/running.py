@@ -148,7 +148,6 @@ class Tests:
         return {"passed": True, "error": ""}
 
     def _whole(self, item: Item) -> None:
-        """Setup, test and teardown."""
         if item.owner is not self._owner:
             self._store.end("class")
             self._owner = item.owner

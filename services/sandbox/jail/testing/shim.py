@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import sys
 import types
@@ -11,10 +12,11 @@ from typing import Any, Iterator
 from ..objects.errors import Escaped
 from ..objects.side import CannotCross, Side
 from ..wire import frames
-from .approx import Approx
 from .fixtures import FixtureRequest, fixture
 from .marks import Marks, Parameters
 from .patching import CapturedOutput, MonkeyPatch
+
+RELATIVE, ABSOLUTE = 1e-6, 1e-12  # pytest's own
 
 
 class Skipped(BaseException):
@@ -133,6 +135,65 @@ def importorskip(modname: str, minversion: Any = None, reason: Any = None, **_: 
     except ImportError as error:
         raise Skipped(str(error)) from None
     return sys.modules[modname]
+
+
+class Approx:
+    """Equal to what is close to `expected`, a number or a list, tuple or dict of them; the solution
+    has no say in it.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self, expected: Any, rel: Any = None, abs: Any = None, nan_ok: bool = False
+    ) -> None:
+        self._expected, self._relative = expected, rel
+        self._absolute, self._nan_ok = abs, nan_ok
+
+    def __eq__(self, found: Any) -> bool:
+        wanted = self._expected
+        if isinstance(wanted, dict):
+            return (
+                isinstance(found, dict)
+                and wanted.keys() == found.keys()
+                and all(self._close(wanted[key], found[key]) for key in wanted)
+            )
+        if isinstance(wanted, (list, tuple)):
+            return (
+                isinstance(found, (list, tuple))
+                and len(wanted) == len(found)
+                and all(self._close(*pair) for pair in zip(wanted, found))
+            )
+        return self._close(wanted, found)
+
+    def _close(self, wanted: Any, found: Any) -> bool:
+        if isinstance(wanted, bool) != isinstance(found, bool):
+            return False
+        if not _is_number(wanted) or not _is_number(found):
+            return bool(wanted == found)
+        if wanted == found:
+            return True
+        if wanted != wanted:
+            return self._nan_ok and found != found
+        if not isinstance(wanted, complex) and math.isinf(wanted):
+            return False
+        exact = type(wanted) if type(wanted).__name__ == "Decimal" else float
+        tolerance = exact(str(ABSOLUTE)) if self._absolute is None else self._absolute
+        if self._relative is not None or self._absolute is None:
+            relative = exact(str(RELATIVE)) if self._relative is None else self._relative
+            tolerance = max(relative * abs(wanted), tolerance)
+        return bool(abs(wanted - found) <= tolerance)
+
+    def __repr__(self) -> str:
+        return f"approx({self._expected!r})"
+
+
+def _is_number(value: Any) -> bool:
+    numbers, decimal = sys.modules.get("numbers"), sys.modules.get("decimal")
+    if numbers is not None and type(value).__name__ == "Fraction":
+        return True
+    known = () if decimal is None else (decimal.Decimal,)
+    return isinstance(value, (int, float, complex)) or type(value) in known
 
 
 class _Pytest(types.ModuleType):

@@ -13,7 +13,7 @@ from services.sandbox.grading.code.real_pytest import Suites
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.isolation.resources.limits import JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 from tests.load import scaled
 
 

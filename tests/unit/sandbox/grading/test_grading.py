@@ -13,7 +13,7 @@ from services.sandbox.grading.calculator import calculator
 from services.sandbox.grading.texts import choice, exact, regex
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from services.sandbox.jobs import summed
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import graded, said
 

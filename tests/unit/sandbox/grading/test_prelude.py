@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.sandbox.grading.code.prelude import prelude_of
+from services.sandbox.grading.code.programs import prelude_of
 from services.sandbox.isolation.jail_launcher import JailLauncher
 from tests.unit.sandbox.grading.graded import Judge
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 from services.sandbox.grading.code.real_pytest import Suites
 from services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
 from services.sandbox.isolation.resources import cgroups
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import graded as grade
 from tests.unit.sandbox.grading.graded import rows

@@ -27,7 +27,7 @@ from services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from services.sandbox.isolation.resources import cgroups
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.outcomes.ends import Ends
+from services.sandbox.outcomes import Ends
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
 from tests.unit.sandbox.launching import launching

@@ -6,13 +6,13 @@ import os
 
 import pytest
 
-from services.sandbox.isolation.resources import scratch
+from services.sandbox.isolation.resources import places
 from tests.unit.sandbox.beside import PLAIN, printed
 
 LEFT = """
 import os, sys
-from services.sandbox.isolation.resources import scratch
-place, outside = scratch.make(0), scratch.make(0)
+from services.sandbox.isolation.resources import places
+place, outside = places.make_scratch(0), places.make_scratch(0)
 os.chdir(place)
 os.makedirs("closed/within/more")
 open("closed/within/more/file", "w").close()
@@ -27,10 +27,10 @@ for _ in range(3000):
 os.chdir("/")
 os.chmod(outside, 0o755)
 os.chmod(place, 0)
-scratch.remove(place)
+places.remove_scratch(place)
 assert not os.path.lexists(place)
 assert os.stat(outside).st_mode & 0o777 == 0o755
-scratch.remove(outside)
+places.remove_scratch(outside)
 """
 
 
@@ -40,7 +40,7 @@ def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() 
 
 @pytest.mark.needs("root")
 def test_root_gives_it_to_the_user_of_the_jail() -> None:
-    place = scratch.make(1_900_000_007)
+    place = places.make_scratch(1_900_000_007)
     assert os.stat(place).st_uid == os.stat(place).st_gid == 1_900_000_007
-    scratch.remove(place)
+    places.remove_scratch(place)
     assert not os.path.lexists(place)

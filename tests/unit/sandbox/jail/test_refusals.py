@@ -13,7 +13,7 @@ from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB, JailLimits
 from services.sandbox.jail.confinement import allowed
 from services.sandbox.jail.metering import refusals
-from services.sandbox.jailed import told
+from services.sandbox.jobs import told
 from services.sandbox.sessions import Sessions
 from tests.load import scaled
 

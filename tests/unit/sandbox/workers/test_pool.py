@@ -21,7 +21,7 @@ from common.mesh.process.handle import start_time
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.calls.waits import WaitTable
 from services.sandbox.jail.confinement import landlock
-from services.sandbox.outcomes.answer import Answer
+from services.sandbox.outcomes import Answer
 from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from services.sandbox.workers.pool import WorkerPool
 from services.sandbox.workers.worker import REWARD, TOOL

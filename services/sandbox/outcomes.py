@@ -1,4 +1,5 @@
-"""Processes of a sandbox that ended unasked, its workers and zygotes: counted, and told together.
+"""The answer to one call; and processes of a sandbox that ended unasked, its workers and zygotes:
+counted, and told together.
 
 A reward that crashes its process with every call ends hundreds a minute: they are told as one event
 each few seconds. They fail no job by themselves, because each call of theirs is answered by type.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.base.clock import Clock
 from common.mesh.process.supervision.ended import EndReport, Reports
@@ -18,10 +20,15 @@ TELL_S = 5.0  # between two events of one name
 KILLED = -9  # what ended a process that was killed for what it did not do
 
 
+@dataclass(frozen=True)
+class Answer:
+    status: str  # a status of common.api.sandbox
+    value: Any
+    error: str
+
+
 @dataclass
 class _SeenEnds:
-    """Those of one name that are not told yet."""
-
     count: int
     code: int
     why: str  # of the last one
