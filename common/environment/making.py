@@ -12,15 +12,8 @@ from common.mesh.process.ends.failure import FATAL, place_of
 # What wrong code raises each time that it runs. Others, as of a server that is slow today, are left
 # to whoever counts how often they come.
 MISTAKES = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    SyntaxError,
-    TypeError,
-    ValueError,
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(NameError, SyntaxError, TypeError, ValueError),
 )
 
 

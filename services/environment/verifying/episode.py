@@ -189,13 +189,8 @@ class Episode:
     def _response(
         self, model: str, prompt: list[int], ids: list[int], reply: Reply, bridged: bool
     ) -> Response:
-        calls = [
-            ToolCall(
-                id=c.id, name=c.name, arguments=c.raw if c.problem else json.dumps(c.arguments)
-            )
-            for c in reply.calls
-            if c.name
-        ]
+        written = [(c, c.raw if c.problem else json.dumps(c.arguments)) for c in reply.calls]
+        calls = [ToolCall(id=c.id, name=c.name, arguments=said) for c, said in written if c.name]
         response = Response(
             id="",
             created=0,

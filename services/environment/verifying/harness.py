@@ -48,19 +48,16 @@ class ChatHarness(Harness[HarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(m) for m in prompt or []]
-        servers = {
-            name: {"url": url, "timeout": self.config.tool_timeout}
-            for name, url in mcp_urls.items()
-        }
+        wait_s = self.config.tool_timeout
+        servers = {name: {"url": url, "timeout": wait_s} for name, url in mcp_urls.items()}
+        asking = httpx.AsyncClient(
+            base_url=endpoint,
+            headers={"Authorization": f"Bearer {secret}"},
+            timeout=httpx.Timeout(TURN_S, connect=10.0),
+            trust_env=False,
+        )
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(
-                httpx.AsyncClient(
-                    base_url=endpoint,
-                    headers={"Authorization": f"Bearer {secret}"},
-                    timeout=httpx.Timeout(TURN_S, connect=10.0),
-                    trust_env=False,
-                )
-            )
+            client = await stack.enter_async_context(asking)
             tools, dispatch, connections = await connect_mcp({"mcpServers": servers}, stack)
             body: dict[str, Any] = {"model": ctx.model, "messages": messages}
             if tools:

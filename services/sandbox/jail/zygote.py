@@ -70,7 +70,7 @@ def _forks_keepers(control: socket.socket, tier: str) -> None:
 
     def prepare() -> None:
         if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
-            kernel.setns(own, kernel.CLONE_NEWPID)
+            kernel.called("setns", own, kernel.CLONE_NEWPID)
             kernel.unshare(kernel.CLONE_NEWPID)
 
     def begin(packet: bytes, fds: list[int]) -> NoReturn:

@@ -24,11 +24,7 @@ class Attempt:
     """Where an answer's tests run, within what limits, and how many of them ended their jail."""
 
     def __init__(
-        self,
-        launcher: JailLauncher,
-        slots: JailSlots,
-        limits: JailLimits,
-        options: dict[str, Any],
+        self, launcher: JailLauncher, slots: JailSlots, limits: JailLimits, options: dict[str, Any]
     ) -> None:
         self.launcher, self.clock, self.slots = launcher, launcher.clock, slots
         self.options = options
@@ -42,9 +38,7 @@ class Attempt:
 
     def over(self, passed: list[bool]) -> bool:
         """Whether the rest need not be run: nothing can be gained, or it has taken too long."""
-        if not self.partial and not all(passed):
-            return True
-        return self.late >= LATE_CASES
+        return self.late >= LATE_CASES or not (self.partial or all(passed))
 
     async def blames(self, jail: Jail) -> bool:
         """True if the end of a jail that answers no more is the program's doing.
@@ -128,8 +122,7 @@ class JailedTrial(ABC):
         """Return whether that test is passed; None if a jail has ended."""
 
     async def is_blamed(self) -> bool:
-        blamed = [await self.attempt.blames(jail) for jail in self.jails]
-        return all(blamed)
+        return all([await self.attempt.blames(jail) for jail in self.jails])
 
 
 async def passed(

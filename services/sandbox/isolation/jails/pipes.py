@@ -120,8 +120,8 @@ class OutputStream(_DescriptorReader):
 class Pipe(_DescriptorReader):
     """Our end of a socket pair that carries `frames`; the other end is handed to a jail."""
 
-    def __init__(self, limit: int = FRAME_BYTES) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
+        self._limit = FRAME_BYTES
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         super().__init__(ours.detach())
 
@@ -144,8 +144,8 @@ class Pipe(_DescriptorReader):
 
     def send_now(self, value: Any) -> bool:
         """Sends a frame that fits into the socket's buffer; False if the jail is gone."""
+        record = frames.pack(value)
         try:
-            record = frames.pack(value)
             return os.write(self._fd, record) == len(record)
         except OSError:
             return False

@@ -54,9 +54,7 @@ class Interpreter:
     @classmethod
     def decode(cls, text: str) -> Interpreter:
         values: dict[str, Any] = json.loads(text)
-        for name in ("places", "warm", "packages", "runner"):
-            values[name] = tuple(values[name])
-        return cls(**values)
+        return cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
 
     def command(self, code: str) -> list[str]:
         """Return the command that runs `code` with it, apart from the user's settings."""

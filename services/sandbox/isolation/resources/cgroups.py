@@ -50,12 +50,8 @@ class Homes:
     @property
     def missing(self) -> tuple[str, ...]:
         """What this host's groups do not do for cores."""
-        words = {
-            "weigh": self.cpu is not None,
-            "count": self.unified is not None or self.cpuacct is not None,
-            "freeze": self.unified is not None,
-        }
-        return tuple(word for word, done in words.items() if not done)
+        words = {"weigh": self.cpu, "count": self.unified or self.cpuacct, "freeze": self.unified}
+        return tuple(word for word, home in words.items() if home is None)
 
 
 def find(root: Path = ROOT, own: dict[str, str] | None = None) -> Homes | None:
@@ -99,14 +95,12 @@ def _handed(home: Path, wanted: tuple[str, ...]) -> set[str]:
     """The controllers that it hands on to groups in it, once it was asked to hand on these."""
     control = home / "cgroup.subtree_control"
     try:
-        handed = set(control.read_text().split())
-        if not set(wanted) <= handed:
+        if not set(wanted) <= set(control.read_text().split()):
             with contextlib.suppress(OSError):
                 control.write_text(" ".join(f"+{name}" for name in wanted))
-            handed = set(control.read_text().split())
+        return set(control.read_text().split())
     except OSError:
         return set()
-    return handed
 
 
 def _separate(root: Path, own: dict[str, str]) -> Homes | None:

@@ -276,7 +276,7 @@ class Bridge:
 class ContainerClock:
     """The time of a container, seen from outside; each lap begins it anew."""
 
-    def __init__(self, limits: JailLimits, stands: bool = False) -> None:
+    def __init__(self, limits: JailLimits, stands: bool) -> None:
         """`stands`: until the first lap, or until a turn begins."""
         self._limits = limits
         self._memory_most = limits.memory_bytes + limits.scratch_bytes + SLACK_BYTES

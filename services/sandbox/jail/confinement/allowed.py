@@ -68,15 +68,9 @@ ASK_PERSONALITY = 0xFFFFFFFF
 PRIO_PROCESS = 0
 KEEPER = 1  # its process number where a jail has a namespace of them
 
-NEW_NAMESPACES = (
-    kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWCGROUP
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-)  # CLONE_NEWTIME is a bit of the signal's number in clone, and is not looked at there
+NEW_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWCGROUP | kernel.CLONE_NEWUTS
+NEW_NAMESPACES |= kernel.CLONE_NEWIPC | kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID
+NEW_NAMESPACES |= kernel.CLONE_NEWNET  # NEWTIME is a bit of the signal's number, not looked at here
 
 # linux/fcntl.h: duplicate, flags, sizes of pipes, seals. Not leases; notifications; owners, to whom
 # signals go. Locks are granted and not kept: F_SETLK, F_SETLKW, F_OFD_SETLK and F_OFD_SETLKW.
@@ -176,10 +170,7 @@ ONLY_ZERO = Word(0, (0,))
 JAIL = CallPolicy(
     frozenset([*ALWAYS.split(), "setsid", "setpgid"]),
     ANSWERS,
-    (
-        *_cases(OWN_NUMBERS).items(),
-        ("memfd_create", through(Word(1, (0,), MFD_HUGETLB))),
-    ),
+    (*_cases(OWN_NUMBERS).items(), ("memfd_create", through(Word(1, (0,), MFD_HUGETLB)))),
 )
 # Where nothing counts its memory as a whole: memory behind no mapping cannot be seen.
 JAIL_UNCOUNTED = CallPolicy(JAIL.always, JAIL.answered, tuple(_cases(OWN_NUMBERS).items()))

@@ -114,9 +114,7 @@ def numbers(machine: str = "") -> dict[str, int]:
     return {row[0]: int(row[1 + column]) for row in rows if int(row[1 + column]) >= 0}
 
 
-def name(number: int, machine: str = "") -> str:
+def name(number: int) -> str:
     """The call of that number, in words where it has no name."""
-    for known, its in numbers(machine).items():
-        if its == number:
-            return known
-    return f"system call {number}"
+    known = {its: name for name, its in numbers().items()}
+    return known.get(number, f"system call {number}")

@@ -48,10 +48,6 @@ def unshare(flags: int) -> None:
     called("unshare", flags)
 
 
-def setns(fd: int, kind: int) -> None:
-    called("setns", fd, kind)
-
-
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     words = source.encode(), target.encode(), kind.encode() or None
     called("mount", *words, flags, options.encode() or None)
@@ -108,12 +104,9 @@ def mapped_users() -> list[range]:
 
 def map_own_ids(user: int, group: int, proc: int) -> None:
     """Maps the ids that we had outside into a new user namespace; `proc` is a /proc."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    ):
-        write(f"self/{name}", text, proc)
+    write("self/setgroups", "deny", proc)
+    write("self/uid_map", f"{user} {user} 1", proc)
+    write("self/gid_map", f"{group} {group} 1", proc)
 
 
 def write(path: str, text: str, place: int | None = None) -> None:

@@ -44,13 +44,8 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     """
     version = abi()
     everything = FILES[max(known for known in FILES if known <= version)]
-    fields = (
-        everything,
-        TCP if version >= TCP_SINCE else 0,
-        SCOPES if version >= SCOPES_SINCE else 0,
-    )
     size = 24 if version >= SCOPES_SINCE else 16 if version >= TCP_SINCE else 8
-    attributes = struct.pack("QQQ", *fields)[:size]
+    attributes = struct.pack("QQQ", everything, TCP, SCOPES)[:size]  # the kernel reads no more
     ruleset = _call(CREATE_RULESET, attributes, size, 0)
     try:
         for paths, access in ((readable, READ), (writable, everything & ~NEVER)):

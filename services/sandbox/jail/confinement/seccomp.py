@@ -82,10 +82,8 @@ def install(policy: CallPolicy, listen: bool = False) -> int:
 
 def _install(policy: CallPolicy, told: bool) -> int:
     number, record, _ = prepared(policy, told)
-    flags = NEW_LISTENER if told else 0
-    return kernel.called(
-        "syscall", number, ctypes.c_long(SET_MODE_FILTER), ctypes.c_long(flags), record
-    )
+    how = ctypes.c_long(SET_MODE_FILTER), ctypes.c_long(NEW_LISTENER if told else 0)
+    return kernel.called("syscall", number, *how, record)
 
 
 @functools.lru_cache(maxsize=8)  # a zygote makes them once, before it forks

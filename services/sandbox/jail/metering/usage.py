@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -63,7 +64,6 @@ class Scanned:
         self._alone, self._group = group == 0, str(group).encode()
         self._total = self._reaped = 0.0
         self._seen: dict[tuple[int, bytes], tuple[float, float, int]] = {}
-        self._last_pid = FIRST_PIDS
         self._tasks_seen = 1  # of those, the keeper is not looked at
         self._unseen = 0  # processes and threads that came and went between two looks
         self._looked = time.monotonic()
@@ -78,9 +78,10 @@ class Scanned:
         of_children, self._reaped = reaped - self._reaped, reaped
         seen, appeared = {}, 0
         for pid, start, children, threads, _ in self._processes():
-            own = self._own(pid)
             before = self._seen.pop((pid, start), (0.0, 0.0, 0))
-            own = max(own, before[0])
+            own = before[0]
+            with contextlib.suppress(OSError):
+                own = max(own, time.clock_gettime(~pid << 3 | 2))  # clock_getcpuclockid(3)
             self._total += own - before[0]
             of_children += children - before[1]
             appeared += max(0, threads - before[2])
@@ -109,23 +110,14 @@ class Scanned:
         """(pid, start, CPU time of children that were waited for, threads, whether it stands) of
         each.
         """
-        found, keeper = [], os.getpid()
-        for name in os.listdir("/proc"):
-            if not name.isdigit() or int(name) == keeper:
-                continue
-            fields = proc.fields(int(name))
+        found = []
+        for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}:
+            fields = proc.fields(pid)
             if fields and (self._alone or fields[2] == self._group):
                 children = (int(fields[13]) + int(fields[14])) * TICK_S
                 stands = fields[0] in STANDING
-                found.append((int(name), fields[19], children, int(fields[17]), stands))
+                found.append((pid, fields[19], children, int(fields[17]), stands))
         return found
-
-    @staticmethod
-    def _own(pid: int) -> float:
-        try:
-            return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
-        except OSError:
-            return 0.0
 
 
 def newest() -> int:

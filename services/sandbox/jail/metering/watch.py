@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -69,7 +70,7 @@ class GuestWatch:
         signal_all: Callable[[int], None],
         refusals: Refusals,
         together: usage.WatchedMemory | None,
-        stands: bool = False,
+        stands: bool,
     ) -> None:
         """`stands`: the wall clock stands until the first lap, or until a turn begins."""
         self._child, self._channel, self._wake = guest.pid, guest.channel, guest.wake
@@ -92,10 +93,9 @@ class GuestWatch:
             self._stands = (self._lap, 0.0, self._lap_stolen)
         self._over: dict[str, Any] | None = None  # the report, once the guest has ended
         self._poller = select.poll()
-        self._poller.register(guest.channel, select.POLLIN)
-        self._poller.register(guest.wake, select.POLLIN)
-        if refusals.fd >= 0:
-            self._poller.register(refusals.fd, select.POLLIN)
+        for fd in (guest.channel, guest.wake, refusals.fd):
+            if fd >= 0:
+                self._poller.register(fd, select.POLLIN)
 
     def until_ended(self) -> dict[str, Any]:
         while True:
@@ -131,13 +131,10 @@ class GuestWatch:
     def set_up(self) -> bool:
         """Whether the guest has been set up, which is no time of its program's."""
         if not self._set_up:
-            try:
-                said = os.read(self._ready, 64)
-            except BlockingIOError:
-                return False
-            if said:
-                self._set_up, self._begun = True, float(said)
-                self._lap = max(self._lap, self._begun)
+            with contextlib.suppress(BlockingIOError):
+                if said := os.read(self._ready, 64):
+                    self._set_up, self._begun = True, float(said)
+                    self._lap = max(self._lap, self._begun)
         return self._set_up
 
     def _told(self, frame: Any) -> None:
@@ -237,23 +234,23 @@ class GuestWatch:
 
     def _reaped(self) -> dict[str, Any] | None:
         """The report, if the guest has ended; its orphans are reaped on the way."""
-        while self._over is None:
-            try:
+        with contextlib.suppress(ChildProcessError):
+            while self._over is None:
                 pid, status, used = os.wait4(-1, os.WNOHANG)
-            except ChildProcessError:
-                return None
-            if pid == 0:
-                return None
-            if pid == self._child:
-                self._over = self._report(_exit_code(status), used, "")
+                if pid == 0:
+                    break
+                if pid == self._child:
+                    self._over = self._report(status, used, "")
         return self._over
 
     def _ended(self, which: str) -> dict[str, Any]:
         self._signal_all(signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
-        return self._report(_exit_code(status), used, which)
+        return self._report(status, used, which)
 
-    def _report(self, exit: int, used: Any, timeout: str) -> dict[str, Any]:
+    def _report(self, status: int, used: Any, timeout: str) -> dict[str, Any]:
+        # os.waitstatus_to_exitcode, which Python 3.8 does not have.
+        exit = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
         if exit == -signal.SIGXCPU:
             timeout = "cpu"
         self.set_up()
@@ -266,8 +263,3 @@ class GuestWatch:
             "wall_s": time.monotonic() - self._begun,
             "laps": self._laps,
         }
-
-
-def _exit_code(status: int) -> int:
-    """os.waitstatus_to_exitcode, which Python 3.8 does not have."""
-    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
