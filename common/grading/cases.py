@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.grading.suites import parsed
 from common.grading.support import Unsupported
 
 DEPTH = 200  # nesting of one value; the same as in `jail/wire/plain.py`
@@ -99,9 +100,7 @@ def names(tests: Tests) -> frozenset[str]:
         return frozenset({tests.function.partition(".")[0]})
     if isinstance(tests, PrintedTests):
         return frozenset()
-    try:
-        tree = ast.parse(tests)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # told when they are to run
+    if (tree := parsed(tests)) is None:  # told when they are to run
         return frozenset()
     found: set[str] = set()
     for node in ast.walk(tree):

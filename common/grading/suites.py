@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,6 +32,16 @@ class WrittenTest:
         """Return the names of arguments without a default, behind the first `filled` ones."""
         names = [argument.arg for argument in (*self.node.args.posonlyargs, *self.node.args.args)]
         return names[: len(names) - len(self.node.args.defaults)][filled:]
+
+
+def parsed(source: str) -> ast.Module | None:
+    """Return the syntax tree of a source; None if it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in its texts
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def read(tests: str) -> list[str]:

@@ -98,13 +98,8 @@ def _report(link: mux.Mux, keepers: int) -> bytes:
     while not link.over:
         if keepers not in link.step(3600.0, [keepers]):
             continue
-        try:
-            part = os.read(keepers, 1 << 16)
-        except BlockingIOError:
-            continue
-        except OSError:
-            part = b""
-        if not part:
+        part = frames.read_now(keepers, 1 << 16)
+        if part == b"":
             break
-        report += part
+        report += part or b""
     return bytes(report)

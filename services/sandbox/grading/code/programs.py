@@ -17,11 +17,11 @@ import functools
 import importlib
 import re
 import textwrap
-import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from common.grading.cases import used_and_bound
+from common.grading.suites import parsed
 
 FUTURE = "__future__"
 FENCE = "```"
@@ -71,12 +71,12 @@ def program_of(
     if parser.tree(text) is not None:  # its fences are in its strings
         return text
     own = [block for block in blocks if block.kind != OTHER] or blocks
-    parsed = [(block, _words(block.tree)) for block in own if block.tree is not None]
+    python = [(block, _words(block.tree)) for block in own if block.tree is not None]
     for wanted in _tiers(names, prints):
-        for block, words in reversed(parsed):
+        for block, words in reversed(python):
             if all(words & some for some in wanted):
                 return block.body
-    if not parsed and parser.tree(inline := _inline(text)) is not None:
+    if not python and parser.tree(inline := _inline(text)) is not None:
         return inline
     tagged = [block for block in own if block.kind == PYTHON]
     return (tagged or own)[-1].body
@@ -88,21 +88,19 @@ def prefixed(prefix: str, program: str) -> str:
     """
     if not prefix or FUTURE not in program:
         return prefix + program
-    try:
-        (before, own), (behind, others) = map(_without_future, (prefix, program))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    trees = parsed(prefix), parsed(program)
+    if trees[0] is None or trees[1] is None:
         return prefix + program
+    before, own = _without_future(prefix, trees[0])
+    behind, others = _without_future(program, trees[1])
     features = list(dict.fromkeys([*own, *others]))
     return "".join(f"from {FUTURE} import {name}\n" for name in features) + before + behind
 
 
-def _without_future(source: str) -> tuple[str, list[str]]:
+def _without_future(source: str, tree: ast.Module) -> tuple[str, list[str]]:
     """The source with each import from `__future__` replaced, and the names of the features."""
     features: list[str] = []
     lines = source.encode().splitlines(keepends=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of escapes in its texts
-        tree = ast.parse(source)
     for node in reversed(tree.body):
         if isinstance(node, ast.ImportFrom) and node.module == FUTURE and not node.level:
             features[:0] = [alias.name for alias in node.names]
@@ -181,12 +179,7 @@ class _Parser:
         self._times -= 1
         if self._left < 0 or self._times < 0 or not body.strip():
             return None  # what it might be is not known, and the rules for no Python apply
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in its texts
-                return ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
+        return parsed(source)
 
 
 def _blocks(text: str, parser: _Parser, inside: bool = False) -> Iterator[Block]:
@@ -285,11 +278,7 @@ MODULES = (
 
 def prelude_of(program: str) -> str:
     """Return the import statements that `program` needs and lacks; empty if it is no Python."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in its texts
-            tree = ast.parse(program)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    if (tree := parsed(program)) is None:
         return ""
     used, bound = used_and_bound(tree)
     modules: set[str] = set()  # of which it takes attributes
@@ -310,12 +299,8 @@ def prelude_of(program: str) -> str:
 
 def _quoted(text: str) -> set[str]:
     """Names in a text that may be an annotation, as `"List[int]"`."""
-    if not text[:1].isupper() or len(text) > 200:
-        return set()
-    try:
-        return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
+    tree = parsed(text) if text[:1].isupper() and len(text) <= 200 else None
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} if tree else set()
 
 
 @functools.cache

@@ -28,12 +28,9 @@ class _DescriptorReader(ABC):
         asyncio.get_running_loop().add_reader(fd, self._read)
 
     def _read(self) -> None:
-        try:
-            part = os.read(self._fd, READ_BYTES)
-        except BlockingIOError:
+        part = frames.read_now(self._fd, READ_BYTES)
+        if part is None:
             return
-        except OSError:
-            part = b""
         if part:
             self._took(part)
         else:

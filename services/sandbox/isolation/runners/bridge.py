@@ -186,12 +186,9 @@ class Bridge:
 
     def _told(self, keeper: int, clock: ContainerClock | None) -> ContainerClock | None:
         """Hands on what the sandbox says to the keeper, and follows it."""
-        try:
-            part = os.read(keeper, 1 << 16)
-        except BlockingIOError:
+        part = frames.read_now(keeper, 1 << 16)
+        if part is None:
             return clock
-        except OSError:
-            part = b""
         if not part:
             raise BridgeEnded
         self._link.send(mux.KEEPER, part)
@@ -235,13 +232,10 @@ class Bridge:
 
     def _hear(self) -> bool:
         """Keeps the last words of the runner; False at their end."""
-        try:
-            part = os.read(self._errors, SAID_BYTES)
-        except BlockingIOError:
-            return True
-        self._said += part
+        part = frames.read_now(self._errors, SAID_BYTES)
+        self._said += part or b""
         del self._said[:-SAID_BYTES]
-        return bool(part)
+        return part != b""
 
     def _how(self) -> str:
         assert self._process is not None

@@ -74,6 +74,16 @@ def parsed(body: bytes) -> Any:
     return value
 
 
+def read_now(fd: int, size: int) -> bytes | None:
+    """What a descriptor has now, of at most `size` bytes; empty at its end, None: nothing yet."""
+    try:
+        return os.read(fd, size)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
 def _exactly(fd: int, size: int, wait: Callable[[], None] | None) -> bytes:
     parts: list[bytes] = []
     while size:

@@ -17,6 +17,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from .frames import read_now
+
 HEAD = struct.Struct("<BBI")
 DATA, END, TAKEN = 0, 1, 2
 WINDOW = 1 << 18  # bytes of a channel under way
@@ -171,12 +173,9 @@ class Mux:
         return number in AFTER_OUTPUTS and any(output.waiting for output in outputs)
 
     def _take(self, number: int, channel: MuxChannel) -> None:
-        try:
-            part = os.read(channel.reading, min(PART, channel.may_send))
-        except BlockingIOError:
+        part = read_now(channel.reading, min(PART, channel.may_send))
+        if part is None:
             return
-        except OSError:
-            part = b""
         if part:
             channel.may_send -= len(part)
             self._record(DATA, number, part)
@@ -217,16 +216,9 @@ class Mux:
             self._record(TAKEN, number, length=count)
 
     def _receive(self) -> None:
-        try:
-            part = os.read(self._incoming, READ)
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        if not part:
-            self.over = True
-            return
-        self._came += part
+        part = read_now(self._incoming, READ)
+        self.over = part == b""
+        self._came += part or b""
         while len(self._came) >= HEAD.size:
             kind, number, length = HEAD.unpack_from(self._came)
             channel = self._channels.get(number)
