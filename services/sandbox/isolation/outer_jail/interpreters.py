@@ -53,8 +53,9 @@ class Interpreter:
 
     @classmethod
     def decode(cls, text: str) -> Interpreter:
-        values: dict[str, Any] = json.loads(text)
-        return cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+        given: dict[str, Any] = json.loads(text)
+        tuples: dict[str, Any] = {n: tuple(v) for n, v in given.items() if isinstance(v, list)}
+        return cls(**given | tuples)
 
     def command(self, code: str) -> list[str]:
         """Return the command that runs `code` with it, apart from the user's settings."""
@@ -113,10 +114,10 @@ class RootContent:
 def content_of(interpreter: Interpreter, image: str = "") -> RootContent:
     """Return the content of a root with that interpreter; `image`: where its root lies here."""
     if interpreter.root:  # each thing at its top: a link there may lead nowhere but inside
-        root, shown = image or interpreter.root, ()
+        root, shown = image or interpreter.root, list[str]()
         tops = {f"/{n}": os.path.join(root, n) for n in sorted(set(os.listdir(root)) - set(OURS))}
     else:
-        shown = tuple(filter(os.path.exists, SHOWN))
+        shown = list(filter(os.path.exists, SHOWN))
         tops = {place: place for place in LINKS if os.path.lexists(place)}
     links = {inside: os.readlink(place) for inside, place in tops.items() if os.path.islink(place)}
     binds = {place: place for place in (*shown, *interpreter.places)}

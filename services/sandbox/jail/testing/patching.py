@@ -199,7 +199,7 @@ def watch_looks(side: Side, source: str) -> None:
             own(*args)
             side.ask("call_named", 0, "random", "seed", list(args), {})
 
-        random.seed = seed
+        random.seed = seed  # type: ignore[assignment]
 
 
 def _looking(side: Side, module: str, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
