@@ -88,36 +88,25 @@ class Episodes:
         await asyncio.gather(*(self._close(key, None) for key in list(self._open)))
 
 
-class Answers:
-    """Frames of answers, each with all that were ready in one turn of the loop."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._ready: list[bytes] = []
-
-    def add(self, number: int, status: str, value: Any) -> None:
-        message = packed([number, status, value])
-        if not self._ready:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._ready.append(message)
-
-    def _flush(self) -> None:
-        ready, self._ready = self._ready, []
-        for frame in frames(ready):
-            self._writer.write(len(frame).to_bytes(4, "little") + frame)
-
-
 async def serve(env: Env, chat: Chat, tokenizer: Tokenizer) -> None:
     """Answers the shard until it closes the channel."""
     channel = socket.socket(fileno=int(os.environ.pop(CHANNEL_FD)))
     reader, writer = await asyncio.open_connection(sock=channel)
-    answers = Answers(writer)
     episodes = Episodes(env, chat, tokenizer)
     tasks: set[asyncio.Task[None]] = set()
+    ready: list[bytes] = []  # answers that go together, at the end of this turn of the loop
+
+    def flush() -> None:
+        messages = ready.copy()
+        ready.clear()
+        for frame in frames(messages):
+            writer.write(len(frame).to_bytes(4, "little") + frame)
 
     async def answer(number: int, key: int, operation: str, argument: Any) -> None:
-        status, value = await episodes.perform(key, operation, argument)
-        answers.add(number, status, value)
+        message = packed([number, *await episodes.perform(key, operation, argument)])
+        if not ready:
+            asyncio.get_running_loop().call_soon(flush)
+        ready.append(message)
 
     async with serving(env, EngineClient(episodes.by_trace)):
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
