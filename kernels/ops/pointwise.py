@@ -33,9 +33,9 @@ SIGNATURES: dict[str, list[Any]] = {
 Norms = tuple[Tensor, Tensor] | None
 
 
-class Operators(Protocol):
-    """The protocol `common.model.network.pointwise.Pointwise`, which this package may not
-    import.
+class Pointwise(Protocol):
+    """The protocol of a decoder's pointwise operations. Shapes [..] are any, the same in all
+    tensors of a call.
     """
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,8 +53,11 @@ class Operators(Protocol):
         norms: Norms,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of projections; shapes as in
-        `common.model.network.pointwise.Pointwise.heads`.
+        """Queries [.., heads, width], keys and values [.., kv_heads, width] of projections
+        [.., (heads + 2 kv_heads) width].
+
+        Queries and keys are normed, if weights for them are given, and rotated by `cos` and `sin`
+        [.., 1, width]; `counts` are heads and kv_heads.
         """
 
 
@@ -63,7 +66,7 @@ class Fused:
     device, and for all of them where there is no compiler.
     """
 
-    def __init__(self, plain: Operators) -> None:
+    def __init__(self, plain: Pointwise) -> None:
         self._plain = plain
 
     def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,9 +92,7 @@ class Fused:
         norms: Norms,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of projections; shapes as in
-        `common.model.network.pointwise.Pointwise.heads`.
-        """
+        """See `Pointwise.heads`."""
         fits = cos.shape == sin.shape == (*qkv.shape[:-1], 1, cos.shape[-1])
         if not fits or not _takes(qkv, cos, sin, *(norms or ())):
             return self._plain.heads(qkv, cos, sin, counts, norms, eps)

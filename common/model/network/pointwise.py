@@ -1,42 +1,16 @@
-"""What a decoder computes between its matrix products (norms, SwiGLU, heads): the protocol, and
-PyTorch's own operators for it. Fused ones for a CPU are in `kernels/ops/pointwise.py`.
+"""What a decoder computes between its matrix products (norms, SwiGLU, heads), by PyTorch's own
+operators. The protocol and fused ones for a CPU are in `kernels/ops/pointwise.py`.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from kernels.ops.pointwise import Norms, Pointwise
 
-class Pointwise(Protocol):
-    """The protocol of a decoder's pointwise operations. Shapes [..] are any, the same in all
-    tensors of a call.
-    """
-
-    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x [.., n] over its last dimension."""
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
-
-    def heads(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        counts: tuple[int, int],
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [.., heads, width], keys and values [.., kv_heads, width] of projections
-        [.., (heads + 2 kv_heads) width].
-
-        Queries and keys are normed, if weights for them are given, and rotated by `cos` and `sin`
-        [.., 1, width]; `counts` are heads and kv_heads.
-        """
+__all__ = ["PLAIN", "Plain", "Pointwise", "rotate"]
 
 
 class Plain:
@@ -57,7 +31,7 @@ class Plain:
         cos: Tensor,
         sin: Tensor,
         counts: tuple[int, int],
-        norms: tuple[Tensor, Tensor] | None,
+        norms: Norms,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of projections; shapes as in `Pointwise.heads`."""
