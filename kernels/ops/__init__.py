@@ -1,5 +1,5 @@
 """Custom operators of decoding and packing, one PyTorch operator each, in namespace `meshrl`.
-Open `dispatch.py` first.
+Open `operators.py` first.
 
 | operator | on a CPU | on a GPU |
 |---|---|---|
@@ -15,11 +15,15 @@ graph may hold them, and an index out of range is a device-side assertion instea
 """
 
 from kernels.backends.layout import BLOCK, cache_shapes
-from kernels.ops.buckets import bucket_pack, bucket_scatter
 from kernels.ops.dispatch import can_be_captured
-from kernels.ops.logprob import token_logprob
-from kernels.ops.paged import paged_decode, paged_write
-from kernels.ops.prefill import varlen_prefill
+from kernels.ops.operators import (
+    bucket_pack,
+    bucket_scatter,
+    paged_decode,
+    paged_write,
+    token_logprob,
+    varlen_prefill,
+)
 
 __all__ = [
     "BLOCK",

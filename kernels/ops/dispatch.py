@@ -1,47 +1,65 @@
 """Dispatch of the operators: the implementation of the tensors' device runs, else the reference."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from functools import cache
+import inspect
+from collections.abc import Callable, Iterable
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
 import structlog
+import torch
+from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from kernels.backends import native, reference
 from kernels.backends.declined import Declined
 
 
-def offer(operator: CustomOpDef, check: Callable[..., None], fake: Callable[..., Any]) -> None:
-    """Registers what other modules call by the operator's name: native.py for CPU tensors, cuda.py
-    for CUDA tensors (imported when the first comes), reference.py wherever these decline.
+def operator(
+    fake: Callable[..., Tensor] | None = None, mutates: Iterable[str] = ()
+) -> Callable[[Callable[..., None]], CustomOpDef]:
+    """Make an operator of a function that checks arguments, ValueError if they do not fit.
 
-    `check` raises ValueError for shapes and types that do not fit; `fake` answers an empty output.
+    It runs the implementation of that name: native.py's for CPU tensors, cuda.py's for CUDA tensors
+    (imported when the first comes), reference.py's wherever these decline. `fake` returns an empty
+    output; an operator without one returns nothing, and `mutates` some of its arguments.
     """
-    name = operator._name
-    plain = getattr(reference, name)
 
-    def described(*arguments: Any) -> Any:
-        check(*arguments)
-        return fake(*arguments)
+    def decorate(check: Callable[..., None]) -> CustomOpDef:
+        name = check.__name__
+        plain = getattr(reference, name)
 
-    def on(backend: Callable[[], ModuleType], device: str) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
+        def on(backend: Callable[[], ModuleType], device: str) -> Callable[..., Any]:
+            def run(*arguments: Any) -> Any:
+                check(*arguments)
+                try:
+                    return getattr(backend(), name)(*arguments)
+                except Declined as declined:
+                    if declined.reason:
+                        notice(device, declined.reason)
+                    return plain(*arguments)
+
+            return run
+
+        @wraps(check)
+        def anywhere(*arguments: Any) -> Any:
             check(*arguments)
-            try:
-                return getattr(backend(), name)(*arguments)
-            except Declined as declined:
-                if declined.reason:
-                    notice(device, declined.reason)
-                return plain(*arguments)
+            return plain(*arguments)
 
-        return run
+        def described(*arguments: Any) -> Any:
+            check(*arguments)
+            return fake(*arguments) if fake is not None else None
 
-    operator.register_fake(described)
-    operator.register_kernel("cpu", on(lambda: native, "cpu"))
-    operator.register_kernel("cuda", on(_cuda, "cuda"))
+        result = Tensor if fake is not None else None
+        signature = inspect.signature(check).replace(return_annotation=result)
+        anywhere.__signature__ = signature  # type: ignore[attr-defined]
+        made = torch.library.custom_op(f"meshrl::{name}", anywhere, mutates_args=mutates)
+        made.register_fake(described)
+        made.register_kernel("cpu", on(lambda: native, "cpu"))
+        made.register_kernel("cuda", on(_cuda, "cuda"))
+        return made
+
+    return decorate
 
 
 def can_be_captured() -> bool:
