@@ -31,14 +31,8 @@ SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")
 # -O2 runs at half the speed. Errno and traps would forbid vector code.
 FLAGS = (
-    "-O3",
-    "-std=c++20",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wno-psabi",
-    "-shared",
-    "-fPIC",
+    *("-O3", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wno-psabi", "-shared", "-fPIC"),
 )
 THIS_PROCESSOR = ("-march=native",)
 TRAINING = ("varlen", "pointwise")  # what a training pass on a CPU calls
@@ -86,9 +80,7 @@ class Library:
         result: Any = ctypes.c_int,
         results: Mapping[str, Any] | None = None,
     ) -> ctypes.CDLL:
-        """The library with the types of its functions' arguments, and of their results, which are
-        `result` but for those in `results`.
-        """
+        """Return the library with its functions' types; results are `result` or of `results`."""
         loaded = self.load()
         for name, arguments in signatures.items():
             function = getattr(loaded, name)
@@ -107,29 +99,29 @@ def library(name: str, define: str = "") -> Library:
     if not command:
         return Library(None, NO_COMPILER)
     try:
-        path = _place(name, command)
+        path = folder() / f"{name}-{_digest(command)}.so"
         if not trusted(path):
             with alone(path.with_suffix(".lock")):
                 if not trusted(path):
                     _build(command, path)
     except subprocess.CalledProcessError as error:
-        return Library(None, f"{command[0]} fails on {name}.cpp: {_first_error(error.stderr)}")
+        first = next((line for line in error.stderr.splitlines() if "error" in line), None)
+        why = error.stderr.strip()[-200:] if first is None else first.strip()
+        return Library(None, f"{command[0]} fails on {name}.cpp: {why}")
     except (OSError, subprocess.TimeoutExpired) as error:
         return Library(None, f"{name}.cpp cannot be built: {error}")
     return Library(path)
 
 
 def found(name: str, define: str = "") -> Library:
-    """The library if it is built already; otherwise the reason why `library` would have to build
-    it.
-    """
+    """Return the library if it is built, else the reason why `library` would build it."""
     if made := prebuilt.found(name, define, FLAGS, _sources(name)):
         return Library(made)
     command = _command(name, define)
     if not command:
         return Library(None, NO_COMPILER)
     try:
-        path = _place(name, command)
+        path = folder() / f"{name}-{_digest(command)}.so"
     except OSError as error:
         return Library(None, str(error))
     return Library(path) if trusted(path) else Library(None, NOT_YET)
@@ -160,10 +152,6 @@ def _command(name: str, define: str, processor: tuple[str, ...] = THIS_PROCESSOR
         return []
     defines = [f"-D{define}"] if define else []
     return [compiler, *FLAGS, *processor, *defines, str(SOURCES / f"{name}.cpp")]
-
-
-def _place(name: str, command: list[str]) -> Path:
-    return folder() / f"{name}-{_digest(command)}.so"
 
 
 def folder() -> Path:
@@ -204,29 +192,17 @@ def _digest(command: list[str]) -> str:
 def _build(command: list[str], path: Path, mode: int = 0o700, most_s: float = BUILD_S) -> None:
     draft = path.with_suffix(f".{os.getpid()}")
     try:
-        subprocess.run(
-            [*command, "-o", str(draft)],
-            capture_output=True,
-            text=True,
-            timeout=most_s,
-            check=True,
-        )
+        made = [*command, "-o", str(draft)]
+        subprocess.run(made, capture_output=True, text=True, timeout=most_s, check=True)
         draft.chmod(mode)
         draft.replace(path)  # whole or not at all
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _first_error(stderr: str) -> str:
-    lines = [line for line in stderr.splitlines() if "error" in line]
-    return lines[0].strip() if lines else stderr.strip()[-200:]
-
-
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Holds a lock while a library is built; others wait, and the kernel frees the lock of a
-    process that dies.
-    """
+    """Hold a lock while a library is built; the kernel frees that of a process that dies."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

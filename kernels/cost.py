@@ -60,9 +60,7 @@ class Calibration:
         self._in_a_row = 0  # latest bins that were not
 
     def cost(self) -> BinCost:
-        """The cost in seconds as far as it is known; before the first bin, the prior in its own
-        unit.
-        """
+        """Return the cost in seconds as far as it is known; before the first bin the prior."""
         if self._scale is None:
             return self._prior
         token, square, bin = (float(x) for x in self._scale * np.maximum(self._factor, 0.0))
@@ -77,8 +75,12 @@ class Calibration:
         sizes = np.asarray(lengths, np.float64) / self._tokens
         terms = np.array([sizes.sum(), np.square(sizes).sum(), 1.0])
         if self._scale is None:
-            self._begin(terms, seconds)
-        assert self._scale is not None
+            # The prior's terms in seconds, such that they give this first bin; a bin costs a tenth
+            # of a full one if the prior does not say.
+            prior, size = self._prior, self._tokens
+            shares = np.array([prior.token * size, prior.square * size**2, prior.bin])
+            shares[1:] = np.maximum(shares[1:], (1e-3 * shares[0], 0.1 * shares[0]))
+            self._scale = shares * seconds / float(shares @ terms)
         row = terms * self._scale / seconds  # relative errors count, not seconds
         guess = float(row @ self._factor)
         if self.seen >= KNOWN and 0 < guess < 1 / OUTLIER:
@@ -93,11 +95,3 @@ class Calibration:
         # What no bin tells apart must not grow for ever while the rest is forgotten.
         self._variance = variance * min(1.0, UNSURE / float(np.diagonal(variance).max()))
         self.seen += 1
-
-    def _begin(self, terms: NDArray[np.float64], seconds: float) -> None:
-        """The prior's terms in seconds, such that they give the first bin; a bin costs a tenth of a
-        full one if the prior does not say."""
-        prior = self._prior
-        shares = np.array([prior.token * self._tokens, prior.square * self._tokens**2, prior.bin])
-        shares[1:] = np.maximum(shares[1:], (1e-3 * shares[0], 0.1 * shares[0]))
-        self._scale = shares * seconds / float(shares @ terms)

@@ -24,19 +24,11 @@ from kernels.cost import BinCost
 Bin = list[int]  # indices of sequences
 Round = list[Bin]  # one bin for each rank; some may be empty
 
-AHEAD = (
-    2.0  # rounds' worth of tokens to choose from before one is packed: more, and bins are fuller
-)
+# Rounds' worth of tokens to choose from before one is packed: more, and bins are fuller.
+AHEAD = 2.0
 STEPS = 32  # sizes of a bin between a power of two and the next: at most a 32nd is padding
-FILLS = (
-    1.0,
-    0.97,
-    0.94,
-    0.9,
-    0.86,
-    0.82,
-    0.78,
-)  # shares of a round's budget that are tried as it streams
+# Shares of a round's budget that are tried as it streams.
+FILLS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.78)
 FEW = 20_000  # sequences times rounds, up to which every plan is made and worked out
 MORE = 4  # rounds beyond the fewest that are tried: bins less full can be more level
 GOOD = 3e-4  # share by which a plan may be worse than any could be, and is taken
@@ -103,7 +95,11 @@ class RoundPacker:
             items = list(self._left)
             lengths_left = [self._left[i] for i in items]
             problem = _Problem(lengths_left, self._budget, self._ranks, self._cost)
-            rounds.append(self._taken(items, problem.one_round()))
+            rounds.append(
+                self._taken(
+                    items, problem.exchanged(max(map(problem.sampled, FILLS), key=problem.use))
+                )
+            )
         return rounds
 
     def flush(self) -> list[Round]:
@@ -123,8 +119,6 @@ class RoundPacker:
 
 @dataclass(slots=True)
 class _Open:
-    """A bin that is being filled."""
-
     items: Bin = field(default_factory=list)
     tokens: int = 0
     cost: float = 0.0  # sum over its sequences
@@ -154,21 +148,18 @@ class _Problem:
         if self.ranks == 1:
             yield self._best_fit()
             return
-        least = -(-self._fewest() // self.ranks)
+        alone = [length for length in self.lengths if length > self.budget]
+        fewest = len(alone) + -(-(sum(self.lengths) - sum(alone)) // self.budget)
+        least = -(-fewest // self.ranks)
         for rounds in range(least, least + MORE):
-            if (levelled := self._levelled(rounds * self.ranks)) is not None:
-                yield levelled
+            bins = [_Open() for _ in range(rounds * self.ranks)]
+            if not self._level(bins, self.order, inf):  # every sequence has found room
+                yield [bin.items for bin in bins]
         yield self._best_fit()
         if self.is_small:
             yield self._round_by_round(least)
 
-    def _fewest(self) -> int:
-        """Bins, that no plan does without."""
-        alone = [length for length in self.lengths if length > self.budget]
-        return len(alone) + -(-(sum(self.lengths) - sum(alone)) // self.budget)
-
     def _best_fit(self) -> list[Bin]:
-        """Each sequence into the fullest bin that has room."""
         bins: list[Bin] = []
         room: list[tuple[int, int]] = []  # (tokens free, bin)
         shortest = self.lengths[self.order[-1]]
@@ -185,11 +176,6 @@ class _Problem:
                 insort(room, (free - length, bin))
         return bins
 
-    def _levelled(self, count: int) -> list[Bin] | None:
-        """Each sequence into the cheapest of `count` bins that has room; None if one has none."""
-        bins = [_Open() for _ in range(count)]
-        return None if self._level(bins, self.order, inf) else [bin.items for bin in bins]
-
     def _round_by_round(self, rounds: int) -> list[Bin]:
         """Each round levelled by itself, to what is left for each or to its longest sequence."""
         left = self.order
@@ -202,11 +188,7 @@ class _Problem:
             made += [bin.items for bin in bins]
         return made
 
-    def one_round(self) -> Round:
-        """A round that wastes as little as any, of sequences as mixed as all are."""
-        return self.exchanged(max(map(self._sampled, FILLS), key=self._use))
-
-    def _sampled(self, fill: float) -> Round:
+    def sampled(self, fill: float) -> Round:
         """A round of every so manieth sequence, to about `fill` of its budget; then of others that
         still fit but make no bin dearer than the dearest."""
         share = fill * self.ranks * self.budget / sum(self.lengths)
@@ -223,7 +205,7 @@ class _Problem:
         self._level(bins, others, max(bin.cost for bin in bins))
         return [bin.items for bin in bins]
 
-    def _use(self, one: Round) -> float:
+    def use(self, one: Round) -> float:
         """Which share of a round's time its ranks compute."""
         costs = [sum(self.costs[i] for i in bin) for bin in one]
         return sum(costs) / (len(costs) * (max(costs) + self.cost.bin))
@@ -259,7 +241,6 @@ class _Problem:
         return rest
 
     def _length_of(self, cost: float) -> float:
-        """How long a sequence of this cost is."""
         if cost <= 0:
             return 0.0
         token, square = self.cost.token, self.cost.square
@@ -275,7 +256,10 @@ class _Problem:
     def exchanged(self, one: Round) -> Round:
         """The same sequences, moved or swapped between the dearest bin and the cheapest while that
         makes the dearest cheaper."""
-        bins = [self._opened(bin) for bin in one]
+        bins = [
+            _Open(list(bin), sum(self.lengths[i] for i in bin), sum(self.costs[i] for i in bin))
+            for bin in one
+        ]
         for _ in range(EXCHANGES * self.ranks if self.ranks > 1 else 0):
             high = max(range(len(bins)), key=lambda b: (bins[b].cost, b))
             low = min(range(len(bins)), key=lambda b: (bins[b].cost, b))
@@ -299,7 +283,9 @@ class _Problem:
             tried.add(length)
             if length <= room:
                 best = min(best, (abs(wanted - self.costs[i]), i, None), key=lambda x: x[0])
-            for j in self._partners(i, wanted, offered, sizes):
+            # Sequences of the cheaper bin that are about `wanted` cheaper than this one.
+            at = bisect_left(sizes, self._length_of(self.costs[i] - wanted))
+            for j in offered[max(0, at - 1) : at + 1]:
                 fits = self.lengths[i] - self.lengths[j] <= room
                 if fits and self.lengths[j] <= self.budget:
                     off = abs(wanted - (self.costs[i] - self.costs[j]))
@@ -312,18 +298,10 @@ class _Problem:
             self._move(other, low, high)
         return True
 
-    def _partners(self, i: int, wanted: float, offered: Bin, sizes: list[int]) -> Bin:
-        """Sequences of the cheaper bin that are about `wanted` cheaper than `i`."""
-        at = bisect_left(sizes, self._length_of(self.costs[i] - wanted))
-        return offered[max(0, at - 1) : at + 1]
-
     def _move(self, i: int, source: _Open, target: _Open) -> None:
         source.items.remove(i)
         _put(source, None, -self.lengths[i], -self.costs[i])
         _put(target, i, self.lengths[i], self.costs[i])
-
-    def _opened(self, bin: Bin) -> _Open:
-        return _Open(list(bin), sum(self.lengths[i] for i in bin), sum(self.costs[i] for i in bin))
 
 
 def _put(bin: _Open, item: int | None, tokens: int, cost: float) -> None:

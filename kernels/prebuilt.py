@@ -82,9 +82,7 @@ def features() -> str:
 
 
 def trusted(path: Path, *others: int) -> bool:
-    """Whether it is there, this user's (or one's of `others`), no link, and nobody else could have
-    written to it.
-    """
+    """Whether it is this user's or of `others`, no link, and nobody else could write to it."""
     try:
         found = path.lstat()
     except FileNotFoundError:

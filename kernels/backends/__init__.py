@@ -1,3 +1,1 @@
-"""The implementations of the operators: C++ for CPUs, CUDA and Triton for GPUs, and plain PyTorch.
-Open `reference.py` first.
-"""
+"""The operators in C++, CUDA, Triton and PyTorch. Open `reference.py` first."""

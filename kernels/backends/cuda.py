@@ -45,7 +45,7 @@ paged_decode = _launched("paged_decode")
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Causal attention of queries [t, heads, width] by sequence -> like queries. May decline."""
+    """Computes the reference's; may decline."""
     tensors = [tensor.contiguous() for tensor in (queries, keys, values, starts)]
     with torch.cuda.device(queries.device):
         out: Tensor = _triton().varlen_prefill(*tensors, scale, window)

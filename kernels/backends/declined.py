@@ -1,6 +1,4 @@
-"""The exception by which an implementation of an operator hands over to the reference, and what
-tensors of all of them must be.
-"""
+"""The exception by which an implementation hands over to the reference."""
 
 from __future__ import annotations
 

@@ -42,18 +42,14 @@ class Launchers:
     stream: Callable[[], int]  # the stream to launch on
 
     def bucket_pack(self, rows: Tensor, index: Tensor) -> Tensor:
-        """rows[index]: [n, ...] by int64 [b] -> [b, ...], zeros where the index is negative.
-        Declined: rows are not contiguous.
-        """
+        """Computes the reference's; Declined: rows are not contiguous."""
         need_contiguous(rows)
         packed = rows.new_empty(index.shape[0], *rows.shape[1:])
         self._move(1, rows, index.contiguous(), rows, packed)
         return packed
 
     def bucket_scatter(self, packed: Tensor, index: Tensor, rows: Tensor) -> None:
-        """rows[index] = packed in place, but where the index is negative. Declined: rows are not
-        contiguous.
-        """
+        """Computes the reference's; Declined: rows are not contiguous."""
         need_contiguous(rows)
         self._move(0, packed.contiguous(), index.contiguous(), rows, rows)
 
@@ -74,9 +70,7 @@ class Launchers:
         table: Tensor,
         positions: Tensor,
     ) -> None:
-        """Writes new_keys, new_values [n, kv_heads, width] into the cache, in place. Declined: the
-        cache is not contiguous, or a head is too wide.
-        """
+        """Computes the reference's; Declined: a cache not contiguous, or a head too wide."""
         n, kv_heads, width = new_keys.shape
         need_contiguous(keys, values)
         if width > WIDEST:
@@ -96,9 +90,7 @@ class Launchers:
         scale: float,
         window: int = 0,
     ) -> Tensor:
-        """Attention of queries [n, heads, width] over the cache -> like queries. Declined: there is
-        no kernel for the width, or the cache is not contiguous and aligned.
-        """
+        """Computes the reference's; Declined: no kernel of this width, or a cache not aligned."""
         n, heads, width = queries.shape
         kv_heads, table_width = keys.shape[1], table.shape[1]
         need_contiguous(keys, values)

@@ -40,9 +40,7 @@ def functions() -> ctypes.CDLL:
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]: [n, ...] by int64 [b] -> [b, ...], zeros where the index is negative. Declined:
-    rows are not contiguous.
-    """
+    """Computes the reference's; Declined: rows are not contiguous."""
     need_contiguous(rows)
     packed = rows.new_empty(index.shape[0], *rows.shape[1:])
     index, size = index.contiguous(), _row_bytes(rows)
@@ -51,9 +49,7 @@ def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
-    """rows[index] = packed in place, but where the index is negative. Declined: rows are not
-    contiguous.
-    """
+    """Computes the reference's; Declined: rows are not contiguous."""
     need_contiguous(rows)
     packed, index = packed.contiguous(), index.contiguous()
     n, size = rows.shape[0], _row_bytes(rows)
@@ -69,9 +65,7 @@ def paged_decode(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """Attention of queries [n, heads, width] over the cache -> like queries. Declined: there is no
-    kernel for the width, or the cache is not contiguous.
-    """
+    """Computes the reference's; Declined: no kernel for the width, or a cache not contiguous."""
     n, heads, width = queries.shape
     need_contiguous(keys, values)
     _need_width(width)
@@ -91,9 +85,7 @@ def paged_write(
     table: Tensor,
     positions: Tensor,
 ) -> None:
-    """Writes new_keys, new_values [n, kv_heads, width] into the cache, in place. Declined: the
-    cache is not contiguous.
-    """
+    """Computes the reference's; Declined: the cache is not contiguous."""
     need_contiguous(keys, values)
     rows = [tensor.contiguous() for tensor in (new_keys, new_values, table, positions)]
     sizes = (new_keys.shape[0], new_keys.shape[2], keys.shape[0], keys.shape[1], table.shape[1])
@@ -103,9 +95,7 @@ def paged_write(
 def varlen_prefill(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
 ) -> Tensor:
-    """Causal attention of queries [t, heads, width] within sequences -> like queries. Declined:
-    there is no kernel for the width.
-    """
+    """Computes the reference's; Declined: there is no kernel for the width."""
     _need_width(queries.shape[2])
     queries, keys, values, starts = (t.contiguous() for t in (queries, keys, values, starts))
     out = torch.empty_like(queries)
@@ -116,9 +106,7 @@ def varlen_prefill(
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
-    """The log-probability of one token of each row of logits -> [n] float32. Declined: logits are
-    not contiguous.
-    """
+    """Computes the reference's; Declined: logits are not contiguous."""
     need_contiguous(logits)
     tokens, temperature = tokens.contiguous(), temperature.contiguous()
     out = torch.empty_like(temperature)

@@ -1,6 +1,4 @@
-"""The reference of every operator in plain PyTorch: its definition, and the path that always
-works.
-"""
+"""The reference of every operator in plain PyTorch, which always works."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def paged_decode(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """softmax(scale q K^T) V over each sequence's tokens, in float32; the last `window` of them,
-    unless it is 0.
-    """
+    """softmax(scale q K^T) V over each sequence's last `window` tokens (0: all), in float32."""
     n, heads, width = queries.shape
     kv_heads = keys.shape[1]
     if table.device.type == "cpu" and n:  # a CUDA graph may hold no number that is read here

@@ -139,7 +139,10 @@ class _Chunked(torch.autograd.Function):
             here, at = _inside(targets, first, len(part))
             rising.scatter_add_(1, at, arriving * here.unsqueeze(1))
             rising = rising.to(hidden.dtype)
-            _add_product(of_hidden, rising, part)
+            if rising.dtype == of_hidden.dtype:
+                of_hidden.addmm_(rising, part)
+            else:
+                of_hidden += _product(rising, part)
             if of_weight is not None:
                 torch.mm(rising.t(), hidden, out=of_weight[first : first + len(part)])
         return of_hidden.to(hidden.dtype), of_weight, None, None, None, None
@@ -162,10 +165,3 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += _product(a, b)

@@ -62,10 +62,16 @@ class VarlenAttention:
         the last `window` tokens, itself among them; 0: all before it.
         """
         if q.device.type == "cuda" and q.dtype in HALF and (not window or _flash_slides(q.device)):
-            return self._flash(q, k, v, window)
+            varlen, has_gqa = _flash_attention(window)
+            if not has_gqa and q.shape[1] != k.shape[1]:
+                shared = q.shape[1] // k.shape[1]
+                k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+            starts, longest = self._borders
+            return varlen(q, k, v, starts, starts, longest, longest)
         if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16):
             try:
-                _need_width(q.shape[-1])
+                if not _functions().varlen_has_width(q.shape[-1]):
+                    raise Declined
             except Declined as declined:
                 if declined.reason:
                     notice("cpu", declined.reason)
@@ -75,14 +81,6 @@ class VarlenAttention:
                 )
                 return out.to(q.dtype)
         return self._bucketed(q, k, v, window)
-
-    def _flash(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-        varlen, has_gqa = _flash_attention(window)
-        if not has_gqa and q.shape[1] != k.shape[1]:
-            shared = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        starts, longest = self._borders
-        return varlen(q, k, v, starts, starts, longest, longest)
 
     @cached_property
     def _borders(self) -> tuple[Tensor, int]:
@@ -153,8 +151,6 @@ def bucketed(lengths: NDArray[np.integer[Any]]) -> list[NDArray[np.int64]]:
 
 
 class _Native(torch.autograd.Function):
-    """csrc/varlen.cpp."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32], window: int
@@ -201,11 +197,6 @@ def _functions() -> ctypes.CDLL:
     return built.bound(SIGNATURES)
 
 
-def _need_width(width: int) -> None:
-    if not _functions().varlen_has_width(width):
-        raise Declined
-
-
 def _call(name: str, *arguments: Any) -> None:
     plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
     status = getattr(_functions(), name)(*plain)
@@ -241,10 +232,7 @@ def _flash_slides(device: torch.device) -> bool:
 
 @cache
 def _flash_attention(window: int) -> tuple[Callable[..., Tensor], bool]:
-    """PyTorch's, causal, and whether it takes fewer key-value heads than heads.
-
-    Since 2.11 a window says what is seen, before it `is_causal` did; `enable_gqa` came later.
-    """
+    """PyTorch's, causal, and whether it takes fewer key-value heads than heads; by its version."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
