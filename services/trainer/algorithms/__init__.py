@@ -1,6 +1,4 @@
-"""Algorithms by name, a file each, which says how it differs from its neighbours. Open `grpo.py`
-first.
-"""
+"""Algorithms by name, a file each. Open `grpo.py` first."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import normalised as advantages
+from services.trainer.losses.group_advantages import normalised
 from services.trainer.losses.surrogate import Clips, ratios
 from services.trainer.losses.terms import LossTerms
 
@@ -26,4 +26,4 @@ def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     return -weight * terms.advantage * terms.logprobs
 
 
-ALGORITHM = Algorithm(advantages, token_loss)
+ALGORITHM = Algorithm(normalised, token_loss)

@@ -7,21 +7,12 @@ replaced by others (dynamic sampling); and length is punished softly before it i
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import normalised as advantages
-from services.trainer.losses.surrogate import Clips, clipped, ratios
-from services.trainer.losses.terms import LossTerms
+from services.trainer.losses.group_advantages import normalised
+from services.trainer.losses.surrogate import Clips, surrogate
 
 CLIPS = Clips(0.2, 0.28)
 
 
-def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate, with DAPO's higher upper bound."""
-    return clipped(ratios(terms, config), terms.advantage, CLIPS.chosen(config))
-
-
 # The paper punishes the last 4,096 of 20,480 tokens.
-ALGORITHM = Algorithm(advantages, token_loss, refill=True, overlong_share=0.2)
+ALGORITHM = Algorithm(normalised, surrogate(CLIPS), refill=True, overlong_share=0.2)

@@ -7,18 +7,8 @@ trajectory's length, so that long failures are not favoured.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import centred as advantages
-from services.trainer.losses.surrogate import PPO, clipped, ratios
-from services.trainer.losses.terms import LossTerms
+from services.trainer.losses.group_advantages import centred
+from services.trainer.losses.surrogate import PPO, surrogate
 
-
-def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
-    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
-
-
-ALGORITHM = Algorithm(advantages, token_loss, aggregation="constant")
+ALGORITHM = Algorithm(centred, surrogate(PPO), aggregation="constant")

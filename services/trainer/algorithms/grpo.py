@@ -9,20 +9,11 @@ loss is averaged over all tokens of a step and clipped higher above than below, 
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import normalised as advantages
-from services.trainer.losses.surrogate import Clips, clipped, ratios
-from services.trainer.losses.terms import LossTerms
+from services.trainer.losses.group_advantages import normalised
+from services.trainer.losses.surrogate import Clips, surrogate
 
 CLIPS = Clips(0.2, 0.28, dual=3.0)
 
 
-def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate, with GRPO's bounds."""
-    return clipped(ratios(terms, config), terms.advantage, CLIPS.chosen(config))
-
-
-ALGORITHM = Algorithm(advantages, token_loss)
+ALGORITHM = Algorithm(normalised, surrogate(CLIPS))

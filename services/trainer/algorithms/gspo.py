@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import normalised as advantages
+from services.trainer.losses.group_advantages import normalised
 from services.trainer.losses.surrogate import Clips, clipped, old_logprobs
 from services.trainer.losses.terms import LossTerms, ratio_of
 
@@ -26,4 +26,4 @@ def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     return clipped(ratio, terms.mean_by_sequence(terms.advantage), CLIPS.chosen(config))
 
 
-ALGORITHM = Algorithm(advantages, token_loss, aggregation="sequences", sequence_ratio=True)
+ALGORITHM = Algorithm(normalised, token_loss, aggregation="sequences", sequence_ratio=True)

@@ -7,15 +7,13 @@ ones from the critic's values, normalised over the step. The value loss is in `c
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.algorithms.reinforce_pp import advantages
 from services.trainer.bins.packing import Sequence
 from services.trainer.losses.returns import gae, own_tokens, set_normalised, token_rewards
-from services.trainer.losses.surrogate import PPO, clipped, ratios
-from services.trainer.losses.terms import LossTerms
+from services.trainer.losses.surrogate import PPO, surrogate
 
 
 def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
@@ -34,9 +32,4 @@ def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
     set_normalised(sequences, found)
 
 
-def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
-    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
-
-
-ALGORITHM = Algorithm(advantages, token_loss, prepare=prepare, critic=True)
+ALGORITHM = Algorithm(advantages, surrogate(PPO), prepare=prepare, critic=True)

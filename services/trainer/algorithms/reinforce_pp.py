@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.bins.packing import Sequence
 from services.trainer.losses.returns import discounted, set_normalised, token_rewards
-from services.trainer.losses.surrogate import PPO, clipped, ratios
-from services.trainer.losses.terms import LossTerms
+from services.trainer.losses.surrogate import PPO, surrogate
 
 
 def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
@@ -30,9 +28,4 @@ def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
     set_normalised(sequences, [discounted(own, config.discount) for own in rewards])
 
 
-def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
-    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
-
-
-ALGORITHM = Algorithm(advantages, token_loss, prepare=prepare)
+ALGORITHM = Algorithm(advantages, surrogate(PPO), prepare=prepare)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from common.job.config import AlgorithmConfig
 from services.trainer.algorithms.hooks import Algorithm
 from services.trainer.losses.group_advantages import silent
-from services.trainer.losses.surrogate import PPO, clipped, ratios
-from services.trainer.losses.terms import LossTerms
+from services.trainer.losses.surrogate import PPO, surrogate
 
 
 def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
@@ -26,9 +24,4 @@ def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray
     return relative if others else np.zeros_like(rewards)
 
 
-def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    """Loss of each trained token [t]: the clipped surrogate, with PPO's bounds."""
-    return clipped(ratios(terms, config), terms.advantage, PPO.chosen(config))
-
-
-ALGORITHM = Algorithm(advantages, token_loss, aggregation="constant")
+ALGORITHM = Algorithm(advantages, surrogate(PPO), aggregation="constant")

@@ -25,9 +25,7 @@ def own_tokens(sequence: Sequence) -> NDArray[np.intp]:
 
 
 def token_rewards(sequence: Sequence, reward: float, config: AlgorithmConfig) -> Floats:
-    """[m]: the trajectory's reward at its last token, less what each token pays for its
-    divergence.
-    """
+    """[m]: the reward at the last token, less what each token pays for its divergence."""
     rewards = np.zeros(sequence.trained)
     if kl_in_reward(config):
         rewards -= config.kl_coefficient * divergences(sequence, config)[own_tokens(sequence)]

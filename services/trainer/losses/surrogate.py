@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,3 +54,12 @@ def clipped(ratio: Tensor, advantage: Tensor, clips: Clips) -> Tensor:
         return loss
     bound = torch.where(advantage < 0, -clips.dual * advantage, torch.inf)
     return torch.minimum(loss, bound)
+
+
+def surrogate(clips: Clips) -> Callable[[LossTerms, AlgorithmConfig], Tensor]:
+    """A loss of each trained token [t]: the clipped surrogate, with these bounds or the job's."""
+
+    def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
+        return clipped(ratios(terms, config), terms.advantage, clips.chosen(config))
+
+    return token_loss
