@@ -14,7 +14,7 @@ from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, Scoring, Verdicts
 from common.base.errors import MeshError, Refused
 from common.generation.contract import TokenEngine
-from common.mesh.residents.tiers import Keep, Take, Tiers
+from common.mesh.residents.tiers import Keep, KeepsNothing, Take, Tiers
 from common.mesh.residents.turns import Turns
 from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh
@@ -22,7 +22,6 @@ from common.mesh.runtime.patience import NotThere
 from common.mesh.runtime.serial_executor import SerialExecutor
 from common.model.files.storages import trim
 from common.model.tokens.tokenizer import Tokenizer
-from common.state.pool.workers.rows import Tier
 
 T = TypeVar("T")
 Load = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
@@ -34,14 +33,12 @@ LOOK_S = 0.25  # how soon the process ends after a batch broke it, whose caller 
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A model as it was loaded, once and for all."""
-
     engine: TokenEngine
     tokenizer: Tokenizer | None = None  # the model's own; only a judge needs one
     bytes: int = 0  # of its weights
 
 
-class FrozenModels(Actor):
+class FrozenModels(KeepsNothing, Actor):
     """Serves the models of one job, one batch at a time: they share the accelerator, and an engine
     bears one thread.
 
@@ -76,7 +73,6 @@ class FrozenModels(Actor):
         }
 
     def serve(self, models: dict[str, FrozenModel]) -> None:
-        """They are loaded."""
         self._models = models
         self._loaded.set()
 
@@ -91,7 +87,6 @@ class FrozenModels(Actor):
 
     @property
     def bytes(self) -> int:
-        """Of the models' weights."""
         return sum(model.bytes for model in self._models.values())
 
     async def sleep(self, keep: Keep) -> None:
@@ -110,23 +105,8 @@ class FrozenModels(Actor):
         """Loads them again, the same: they never change."""
         self.serve(await self._load())
 
-    async def move(self, tier: Tier) -> None:
-        """Nothing is kept."""
-
-    @property
-    def covered(self) -> bool:
-        """They lie where they were loaded from."""
-        return True
-
-    async def uncover(self) -> None:
-        """It has never stopped."""
-
-    async def cover(self) -> None:
-        """There is nothing to leave behind."""
-
     @property
     def draining(self) -> bool:
-        """It answers no more."""
         return self._draining or self._failure is not None
 
     async def broken(self) -> Exception:
@@ -222,7 +202,11 @@ def verdicts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
     for i, text in enumerate(batch.texts):
         try:
             asked = model.tokenizer.begin(quoted(model.tokenizer, text))
-            yes, no = (_likelihood(model.engine, asked, ending) for ending in endings)
+            found_of = [model.engine.score(np.array(asked + end, np.int32)) for end in endings]
+            yes, no = (
+                float(np.sum(logprobs[-len(end) :], dtype=np.float64))
+                for logprobs, end in zip(found_of, endings, strict=True)
+            )
         except MeshError as error:
             errors[i] = str(error)
         else:
@@ -233,9 +217,3 @@ def verdicts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
 def quoted(tokenizer: Tokenizer, parts: Sequence[str]) -> str:
     """The text with its untrusted parts, every second one, marked as such."""
     return "".join(tokenizer.quote(part) if i % 2 else part for i, part in enumerate(parts))
-
-
-def _likelihood(engine: TokenEngine, asked: list[int], ending: list[int]) -> float:
-    """Log-probability of an ending after what was asked."""
-    logprobs = engine.score(np.array(asked + ending, np.int32))
-    return float(np.sum(logprobs[-len(ending) :], dtype=np.float64))

@@ -144,7 +144,6 @@ def _bytes(weights: Mapping[str, Tensor]) -> int:
 
 
 def _engine(model: ModelConfig, data: JobData, config: FrozenModelConfig) -> TorchEngine:
-    """One slot, which scoring borrows."""
     most = config.max_tokens or data.config.rollout.max_tokens
     device = data.config.mesh.device
     return build(model, 1, most, path=config.engine_path, device=device, dtype=config.dtype)

@@ -63,6 +63,21 @@ class Sleeper(Protocol):
         """It is needed all the same, and is awake: it goes on."""
 
 
+class KeepsNothing:
+    """The part of a `Sleeper` that has nothing but what another process finds elsewhere."""
+
+    covered = True
+
+    async def move(self, tier: Tier) -> None:
+        """See `Sleeper`."""
+
+    async def cover(self) -> None:
+        """See `Sleeper`."""
+
+    async def uncover(self) -> None:
+        """See `Sleeper`."""
+
+
 class Nap:
     """How long something has slept so far, so that it is not taken for work."""
 

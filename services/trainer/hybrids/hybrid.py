@@ -27,20 +27,19 @@ from common.api.trainer import (
     RoundResult,
     Trainer,
 )
-from common.base.errors import Damaged, Fenced, MeshError, NotFound, Refused
+from common.base.errors import Damaged, Fenced, MeshError, NotFound
 from common.job.bundle.job_data import JobData
 from common.job.pace import training_profile
-from common.mesh.residents.tiers import Keep, Take, Tiers
+from common.mesh.residents.tiers import Keep, KeepsNothing, Take, Tiers
 from common.mesh.residents.turns import Turns
 from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import Patience
-from common.state.pool.workers.rows import Tier
 from common.state.pool.workers.seat import Seat
 from common.weights.bulk.port import BulkClient
 from common.weights.receive import Receiver
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.memory import LearnerMemory
+from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Bin
 from services.trainer.compute.gradient_transfer import PIECE_S, Outbox
@@ -54,7 +53,7 @@ COMPUTE_S = 600.0
 GIVE_S = 30.0  # for an answer, beside the time to fetch the gradient
 
 
-class Hybrid(Actor):
+class Hybrid(KeepsNothing, Actor):
     """Asks the core for rounds until it is drained."""
 
     interface = Resting
@@ -98,7 +97,6 @@ class Hybrid(Actor):
         )
 
     def published(self) -> dict[str, Any]:
-        """Return what the registry gets."""
         residents = self.seat.stats() | self.turns.stats() | self.tiers.stats()
         return residents | self.stats().encoded()
 
@@ -119,7 +117,6 @@ class Hybrid(Actor):
 
     @property
     def bytes(self) -> int:
-        """Of its model and what else its learner has."""
         return self.learner.bytes if self._memory is None else 0
 
     async def sleep(self, keep: Keep) -> None:
@@ -129,7 +126,14 @@ class Hybrid(Actor):
             await self._leave()
             await self._learner_used.acquire()  # until it wakes; the round at hand ends first
             try:
-                await self._give_back()
+                self._generation, self._manifest = 0, ""
+                memory = await self._blocking(LearnerMemory, self.learner)
+                try:
+                    await self._blocking(memory.give_back)
+                except Exception:
+                    await self._blocking(memory.take_again)  # of any content: weights come anew
+                    raise
+                self._memory = memory
             except BaseException:
                 self._learner_used.release()
                 raise
@@ -137,44 +141,14 @@ class Hybrid(Actor):
             self._awake.set()
             raise
 
-    async def _give_back(self) -> None:
-        self._generation, self._manifest = 0, ""
-        memory = await self._blocking(LearnerMemory, self.learner)
-        try:
-            await self._blocking(memory.give_back)
-        except Exception:
-            await self._blocking(memory.take_again)  # of any content: it fetches weights anew
-            raise
-        self._memory = memory
-
     async def wake(self, take: Take) -> None:
         """It joins again under a new generation, and gets the weights as any that joins does."""
-        memory = self._memory
-        assert memory is not None, "it sleeps"
-        try:
-            await self._blocking(memory.take_again)
-        except MemoryError as error:
-            raise Refused(
-                str(error), where=self.mesh.name, fix="have others sleep first"
-            ) from error
+        assert self._memory is not None, "it sleeps"
+        await taken_again(self._memory, self._blocking, self.mesh.name)
         self._memory = None
         self._generation = 0
         self._learner_used.release()
         self._awake.set()
-
-    async def move(self, tier: Tier) -> None:
-        """Nothing is kept."""
-
-    @property
-    def covered(self) -> bool:
-        """The store has all that it needs."""
-        return True
-
-    async def uncover(self) -> None:
-        """It has never stopped."""
-
-    async def cover(self) -> None:
-        """There is nothing that another could not compute."""
 
     async def _leave(self) -> None:
         generation, self._generation = self._generation, 0
@@ -210,7 +184,10 @@ class Hybrid(Actor):
         request = RoundRequest(self.seat.resident, self._generation, self._manifest, ASK_S)
         lease = await self._core.call(Trainer.lease_round, request, deadline_s=ASK_S + 5.0)
         if lease.index >= 0:
-            await self._give(await self._compute(lease))
+            result = await self._compute(lease)
+            # The core fetches the gradient before it answers.
+            deadline_s = GIVE_S + PIECE_S * len(result.pieces)
+            await self._core.call(Trainer.round_done, result, deadline_s=deadline_s)
         elif lease.manifest:
             await self._fetch(lease.manifest)
 
@@ -266,8 +243,3 @@ class Hybrid(Actor):
 
     async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
         return await self.mesh.host.run_blocking(work, *args, deadline_s=COMPUTE_S)
-
-    async def _give(self, result: RoundResult) -> None:
-        """The core fetches the gradient before it answers."""
-        deadline_s = GIVE_S + PIECE_S * len(result.pieces)
-        await self._core.call(Trainer.round_done, result, deadline_s=deadline_s)
