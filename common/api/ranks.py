@@ -144,12 +144,10 @@ class Scores:
 
 @message
 class Taking:
-    """An order to take rows of some weights that rank 0 has whole, as after a warm start. `taken`
-    says that all of them were taken.
-    """
+    """An order to take rows of all weights, which rank 0 has whole, as after a warm start."""
 
     generation: int
-    names: list[str] = field(default_factory=list)
+    names: list[str]
 
 
 @message
@@ -282,5 +280,4 @@ class Ranks(Resting):
     saved = Call(RowsSaved, SavedFiles, deadline_s=MOVE_S, idempotent=True)
     restore = Call(RestoreRows, RowsRestored, deadline_s=MOVE_S, idempotent=True)
     take = Call(Taking, OrderDone, deadline_s=MOVE_S)
-    taken = Call(Taking, OrderDone, deadline_s=MOVE_S)
     rest = Call(Rest, OrderDone, deadline_s=SETTLE_S, idempotent=True)

@@ -51,7 +51,6 @@ def met(rank: Rank, generation: int, addresses: list[str], deadline_s: float) ->
     say("met", time.monotonic() - began)
     names = list(rank.learner.outline(False))
     rank.learner.take(names, given_weights("plain") if rank.rank == 0 else None)
-    rank.learner.taken()
 
 
 def stepped(rank: Rank, step: int) -> str:

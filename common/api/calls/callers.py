@@ -97,7 +97,6 @@ _TABLE: dict[str, tuple[str, ...]] = {
     "Ranks.saved": ("trainer",),
     "Ranks.restore": ("trainer",),
     "Ranks.take": ("trainer",),
-    "Ranks.taken": ("trainer",),
     "Ranks.rest": ("trainer",),
     # code of a job's author and of the model runs there: its shards alone bring any
     "Sandbox.load": ("rollout",),

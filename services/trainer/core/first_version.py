@@ -42,9 +42,8 @@ class FirstVersion:
 
         damaged: list[dict[str, Any]] = []
         cached = await self._made(progress, damaged.append)
-        state = self._mesh.state
         for told in damaged:
-            append = partial(events.append, state, damage.EVENT, told)
+            append = partial(events.append, self._mesh.state, damage.EVENT, told)
             await patiently(self._mesh.clock, append)
         return cached
 
@@ -55,7 +54,6 @@ class FirstVersion:
         await self._compute.form()  # now, because ranks hold memory from here on
         if weights is not None:
             await self._compute.take(weights)
-            await self._compute.taken()
         return cached
 
     async def in_slices(self, pieces: Pieces[T]) -> T:

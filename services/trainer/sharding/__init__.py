@@ -1,3 +1,1 @@
-"""How the model of a gang is cut into rows, of which each rank has its own. Open `learners.py`
-first.
-"""
+"""How a gang's model is cut into rows. Open `learners.py` first."""

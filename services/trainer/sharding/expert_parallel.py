@@ -24,9 +24,7 @@ from services.trainer.sharding.rows import gathered, summed
 
 
 class Sent(torch.autograd.Function):
-    """Rows [m, d] that go to other ranks: `sizes` to each; `coming` come from each, side by side.
-    Gradients go back the same way.
-    """
+    """Rows [m, d] that go to other ranks, `sizes` to each, while `coming` come; and back."""
 
     @staticmethod
     def forward(
@@ -36,13 +34,11 @@ class Sent(torch.autograd.Function):
         coming: list[int],
         group: dist.ProcessGroup,
     ) -> Tensor:
-        """The rows that came."""
         ctx.sent = sizes, coming, group  # type: ignore[attr-defined]
         return exchanged(rows, sizes, coming, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Any:
-        """That of the rows that went."""
         sizes, coming, group = ctx.sent  # type: ignore[attr-defined]
         return exchanged(gradients[0], coming, sizes, group), None, None, None
 
@@ -50,7 +46,6 @@ class Sent(torch.autograd.Function):
 def exchanged(
     rows: Tensor, sizes: list[int], coming: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """What comes of an exchange of rows [m, ..]."""
     found = rows.new_empty(sum(coming), *rows.shape[1:])
     dist.all_to_all_single(found, rows.contiguous(), coming, sizes, group=group)
     return found
@@ -70,22 +65,18 @@ class Whole(torch.autograd.Function):
         dtype: torch.dtype,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        """[total, ..] of own [rows, ..]."""
         ctx.cut = len(own), each, own.dtype, group  # type: ignore[attr-defined]
         return gathered(own, total, each, dtype, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Any:
-        """Of the own rows."""
         rows, each, dtype, group = ctx.cut  # type: ignore[attr-defined]
         (gradient,) = gradients
         return summed(gradient, each, dtype, group)[:rows], None, None, None, None
 
 
 class ExpertParallel:
-    """The way of tokens to the experts of a layer, of which each rank of one group has as many, and
-    back; see `common.model.network.moe.Across`.
-    """
+    """The way of tokens to a layer's experts, of which each rank has as many, and back."""
 
     def __init__(self, alike: dist.ProcessGroup, others: dist.ProcessGroup, again: bool) -> None:
         """`alike`: the ranks that have the same experts; `others`: ranks with all experts between
@@ -94,7 +85,6 @@ class ExpertParallel:
         self._alike, self._others, self._again = alike, others, again
 
     def through(self, rows: Tensor, ends: Tensor, experts: Experts) -> Tensor:
-        """See `Across`."""
         group = self._others
         ranks, count = group.size(), experts.config.experts // group.size()
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks, count)
@@ -140,7 +130,11 @@ def split_experts(
     """
     rank = mesh.get_local_rank()
     experts = {name: p for name, p in model.named_parameters() if is_expert(name)}
-    alike, others = _groups(mesh.size(), parallel, rank, timedelta(seconds=deadline_s))
+    ranks, within = mesh.size(), timedelta(seconds=deadline_s)
+    same = [list(range(part, ranks, parallel)) for part in range(parallel)]
+    near = [list(range(first, first + parallel)) for first in range(0, ranks, parallel)]
+    groups = [(some, dist.new_group(some, timeout=within)) for some in (*same, *near)]
+    alike, others = (group for some, group in groups if rank in some)
     large = 4 * sum(p.numel() for p in experts.values()) // parallel > KEEP_BYTES
     across = ExpertParallel(alike, others, again=large and alike.size() > 1)
     own: set[nn.Parameter] = set()
@@ -154,14 +148,3 @@ def split_experts(
         module.across = across
         own.add(part)
     return own
-
-
-def _groups(
-    ranks: int, parallel: int, rank: int, within: timedelta
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Of a rank: those that have the same experts, and its neighbours with all of them."""
-    same = [list(range(part, ranks, parallel)) for part in range(parallel)]
-    near = [list(range(first, first + parallel)) for first in range(0, ranks, parallel)]
-    made = [(some, dist.new_group(some, timeout=within)) for some in (*same, *near)]
-    alike, others = (group for some, group in made if rank in some)
-    return alike, others

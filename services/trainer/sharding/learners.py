@@ -26,7 +26,7 @@ from services.trainer.bins.packing import Bin
 from services.trainer.models import critic, lora
 from services.trainer.sharding.expert_parallel import split_experts
 from services.trainer.sharding.fsdp import reshard, shard
-from services.trainer.sharding.owners import Owners, owners_of
+from services.trainer.sharding.owners import EvenOwners, Owners
 from services.trainer.sharding.rows import begin, cut, scatter
 
 NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
@@ -34,9 +34,7 @@ NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
 
 @dataclass(frozen=True)
 class GangPlace:
-    """A rank's place in its gang: the mesh of all ranks, what its rows begin with, and the deadline
-    of exchanges beside FSDP's, seconds.
-    """
+    """A rank's place in its gang: the mesh, its rows' beginning, exchanges' deadline."""
 
     mesh: DeviceMesh
     beginning: Beginning
@@ -102,7 +100,6 @@ class RowsLearner(Learner, ABC):
     # -- whole weights, of which rank 0 has some at a time ----------------------------------------
 
     def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
-        """On the `meta` device."""
         return self._outlines[optimizer]
 
     @torch.no_grad()
@@ -112,9 +109,6 @@ class RowsLearner(Learner, ABC):
             given, total = None if whole is None else whole[name], self._shapes[name][0]
             rows = [self._owners.rows(name, total, rank) for rank in range(self._group.size())]
             scatter(given, local(own[name]), rows, self._group)
-
-    def taken(self) -> None:
-        """All of them are there; a critic begins with them."""
         if self._critic:
             critic.follow(self.model)
 
@@ -156,7 +150,7 @@ class ShardedLearner(RowsLearner):
                 lora.attach(model, adapters)
             if algorithm(settings.algorithm.name).critic:
                 critic.attach(model)
-        owners = owners_of(mesh.size(), expert_parallel)
+        owners = EvenOwners(mesh.size(), expert_parallel)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         apart: Set[nn.Parameter] = frozenset()
         if expert_parallel > 1:

@@ -11,9 +11,6 @@ from common.model.network.moe import is_expert
 class Owners(Protocol):
     """All ranks know the same; every row of a parameter belongs to one of them."""
 
-    @property
-    def ranks(self) -> int: ...
-
     def rows(self, name: str, total: int, rank: int) -> slice:
         """A rank's rows of the `total` ones of a parameter; they lie side by side."""
 
@@ -26,34 +23,18 @@ def evenly(total: int, rank: int, ranks: int) -> slice:
 
 @dataclass(frozen=True)
 class EvenOwners:
-    """All parameters are cut alike."""
-
-    ranks: int
-
-    def rows(self, name: str, total: int, rank: int) -> slice:
-        """See `Owners`."""
-        return evenly(total, rank, self.ranks)
-
-
-@dataclass(frozen=True)
-class ExpertOwners:
     """The experts of a layer are split over `parallel` neighbouring ranks, which divides both their
-    number and that of all ranks; those of one part are cut over the ranks that have it.
+    number and that of all ranks; those of one part are cut over the ranks that have it. All other
+    parameters are cut alike.
     """
 
     ranks: int
     parallel: int
 
     def rows(self, name: str, total: int, rank: int) -> slice:
-        """See `Owners`."""
         if not is_expert(name):
             return evenly(total, rank, self.ranks)
         each = total // self.parallel
         within, part = divmod(rank, self.parallel)
         own = evenly(each, within, self.ranks // self.parallel)
         return slice(part * each + own.start, part * each + own.stop)
-
-
-def owners_of(ranks: int, expert_parallel: int) -> Owners:
-    """Those of a gang whose ranks are all alike."""
-    return ExpertOwners(ranks, expert_parallel) if expert_parallel > 1 else EvenOwners(ranks)

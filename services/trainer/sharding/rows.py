@@ -62,9 +62,7 @@ def cut(
 def scatter(
     whole: Tensor | None, piece: Tensor, own: Sequence[slice], group: dist.ProcessGroup
 ) -> None:
-    """Fills each rank's rows, of which `own` says which they are, from the whole tensor, which rank
-    0 has.
-    """
+    """Fill each rank's `own` rows from the whole tensor, which rank 0 has."""
     each = max(rows.stop - rows.start for rows in own)
     padded = piece.new_zeros(each, *piece.shape[1:])
     parts = None
@@ -89,9 +87,7 @@ def gathered(
 
 
 def summed(whole: Tensor, each: int, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """[each, ..] in `dtype`: this rank's rows, with what may lie behind the last, of the sum over a
-    group's tensors [rows, ..].
-    """
+    """[each, ..] in `dtype`: this rank's rows of the sum over a group's tensors [rows, ..]."""
     padded = whole.new_zeros(each * group.size(), *whole.shape[1:], dtype=dtype)
     padded[: len(whole)] = whole
     own = padded.new_empty(each, *whole.shape[1:])

@@ -4,7 +4,7 @@ the first ranks, cut over them by rows; the experts of each layer are on the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -56,17 +56,13 @@ class ZebraLearner(RowsLearner):
         config, rank = model.config, mesh.get_local_rank()
         check(config, settings.algorithm, division)
         self._division, self.pace = division, pace
-        owners = ZebraOwners(
-            division.attention,
-            division.experts,
-            tuple(config.sparse_layers),
-            config.experts,
-            division.hosted,
-        )
+        about = tuple(config.sparse_layers), config.experts, division.hosted
+        owners = ZebraOwners(division.attention, division.experts, *about)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         within = timedelta(seconds=deadline_s)
         attention = dist.new_group(list(range(division.attention)), timeout=within)
-        lanes = [dist.new_group(list(range(mesh.size())), timeout=within) for _ in range(2)]
+        every = list(range(mesh.size()))
+        groups = [dist.new_group(every, timeout=within) for _ in range(2)]
         attends = rank < division.attention
         among = DeviceMesh.from_group(attention, mesh.device_type) if attends else None
         cut(model, rank, owners, among)
@@ -76,17 +72,13 @@ class ZebraLearner(RowsLearner):
         super().__init__(model, settings, mesh.get_group(), owners, shapes)
         self._passes = Passing(model, shapes, dtype, device, attention if attends else None)
         fuse(self._passes.model)
-        dispatch, combine = (
-            Lane(name, group, device, pace)
-            for name, group in zip(("dispatch", "combine"), lanes, strict=True)
-        )
+        dispatch, combine = groups
+        lanes = Lane("dispatch", dispatch, device, pace), Lane("combine", combine, device, pace)
         self._pieces = Pieces(self._passes.model)
-        lanes_of = dispatch, combine
-        self.round = Round(owners, rank, self._pieces, lanes_of, deadline_s, again, pace)
+        self.round = Round(owners, rank, self._pieces, lanes, deadline_s, again, pace)
 
     @property
     def attends(self) -> bool:
-        """Whether this rank has bins."""
         return self._group.rank() < self._division.attention
 
     def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
@@ -110,9 +102,7 @@ class ZebraLearner(RowsLearner):
         return self._passes.gradient(), [stats[micro] for micro in range(len(bins))]
 
     def score(self, bin: Bin, what: str = "logprobs") -> NDArray[np.float32]:
-        """`logprobs` of the trained targets [n] of an attention rank's bin; 0 elsewhere. Expert
-        ranks take part with any bin.
-        """
+        """`logprobs` of an attention rank's bin's targets [n]; expert ranks take part with any."""
         self._passes.follow()
         given = [self._passed(bin)] if self.attends else []
         found = np.zeros(len(bin.tokens), np.float32)
@@ -129,8 +119,8 @@ class ZebraLearner(RowsLearner):
         """The next pass computes with the weights as they are now."""
         self._passes.stale = True
 
-    def taken(self) -> None:
-        super().taken()
+    def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
+        super().take(names, whole)
         self.refresh()
 
     def derived(self) -> dict[str, Tensor]:

@@ -21,13 +21,7 @@ class ZebraOwners:
     experts_per_layer: int
     hosted: tuple[int, ...]
 
-    @property
-    def ranks(self) -> int:
-        """Of both classes."""
-        return self.attention + self.experts
-
     def rows(self, name: str, total: int, rank: int) -> slice:
-        """See `Owners`."""
         if is_expert(name):
             return self.experts_of(self.mixture_layers.index(int(name.split(".")[1])), rank)
         if rank < self.attention:
@@ -46,5 +40,6 @@ class ZebraOwners:
 
     def owners(self, mixture: int) -> list[int]:
         """The ranks that have experts of a layer, in the order of these."""
-        every = [(rank, self.experts_of(mixture, rank)) for rank in range(self.ranks)]
-        return [rank for rank, own in every if own.stop > own.start]
+        ranks = range(self.attention + self.experts)
+        own = ((rank, self.experts_of(mixture, rank)) for rank in ranks)
+        return [rank for rank, rows in own if rows.stop > rows.start]

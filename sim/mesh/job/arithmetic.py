@@ -264,7 +264,6 @@ class TinyRank(Rank):
         self.size = whole.numel()
         self._flat = self._own(whole).clone()
         self._momentum, self._steps = torch.zeros_like(self._flat), 0
-        self._taking: dict[str, Tensor] = {}
 
     def _own(self, whole: Tensor) -> Tensor:
         return cut(whole, self.rank, self.ranks)
@@ -399,11 +398,7 @@ class TinyRank(Rank):
 
     @takes(MOVE_S)
     async def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
-        self._taking |= (await self._all(whole))[0]
-
-    def taken(self) -> None:
-        given, self._taking = self._taking, {}
-        self._flat = self._own(flat_of(given)).clone()
+        self._flat = self._own(flat_of((await self._all(whole))[0])).clone()
 
     def score(self, bin: Bin, what: str) -> NDArray[np.float32]:
         return np.zeros(len(bin.tokens), np.float32)

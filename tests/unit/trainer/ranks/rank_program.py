@@ -99,9 +99,7 @@ def restore(rank: Rank, place: Path) -> None:
 
 def take(rank: Rank, given: dict[str, torch.Tensor]) -> None:
     """What rank 0 was given."""
-    for names in batches(rank.learner.outline(False), SOME_BYTES):
-        rank.learner.take(names, None if rank.rank else given)
-    rank.learner.taken()
+    rank.learner.take(list(rank.learner.outline(False)), None if rank.rank else given)
 
 
 def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> None:
