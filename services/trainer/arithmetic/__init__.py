@@ -1,3 +1,1 @@
-"""The arithmetic of training: from bins to gradients and optimizer steps. Open `learner.py`
-first.
-"""
+"""The arithmetic of training, from bins to steps. Open `learner.py` first."""

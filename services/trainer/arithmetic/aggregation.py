@@ -19,7 +19,6 @@ NAMES = ("tokens", "sequences", "constant")
 
 
 def aggregation(config: JobConfig) -> str:
-    """The job's, or the algorithm's own."""
     return config.algorithm.aggregation or algorithm(config.algorithm.name).aggregation
 
 

@@ -28,7 +28,6 @@ def group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether the parameter is a DTensor."""
     return hasattr(parameter, "to_local")
 
 

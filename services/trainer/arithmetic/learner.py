@@ -36,9 +36,7 @@ from services.trainer.rows.saved import MASTER, SavedRows
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """How a learner trains; passes compute in `dtype`, and trajectories were sampled at
-    `temperature`.
-    """
+    """How a learner trains: passes in `dtype`, on trajectories sampled at `temperature`."""
 
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
@@ -57,7 +55,6 @@ class Learner:
         temperature: float = 1.0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Passes compute in `dtype`; `temperature` is that at which trajectories were sampled."""
         self.model = model
         self.steps = 0  # steps that the optimizer has taken
         self._config = algorithm_config
@@ -87,9 +84,7 @@ class Learner:
         self._begin()
 
     def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """Computes with these from now on: as a step was, or is to be. The algorithm's name, and
-        what Muon trains, stay.
-        """
+        """Compute with these from now on; the algorithm's name, and what Muon trains, stay."""
         self._config, self._rates = algorithm, optimizer
         self._optimizer.adopt(optimizer)
 
@@ -123,24 +118,13 @@ class Learner:
         return roots, slopes, stats
 
     def round_gradient(self, bins: Iterable[Bin]) -> tuple[Tensor, BinStats]:
-        """The sum over bins, in their order."""
         return add(self.gradient(bin) for bin in bins)
 
     def bins_gradient(self, bins: Many[Bin]) -> tuple[Tensor, list[BinStats]]:
-        """The rows that lie here of the flat gradient of a round, and the statistics of its bins
-        that are computed here: of all rows, and of one bin.
-        """
+        """Return the rows here of a round's flat gradient, and statistics of the bins here."""
         (bin,) = bins
         gradient, stats = self.gradient(bin)
         return gradient, [stats]
-
-    def supervised_gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
-        """What `gradient` gives, for the cross-entropy of the bin's own tokens, all of weight 1."""
-        gradient, out = self._fresh_gradient(), self._forward(bin)
-        loss = -out.logprobs.sum()
-        roots = [loss] if out.aux_loss is None else [loss, out.aux_loss]
-        torch.autograd.backward(roots)
-        return gradient, BinStats(tokens=len(out.places), loss_sum=float(loss.detach()))
 
     @torch.no_grad()  # what inference mode makes, FSDP could not train with later
     def score(self, bin: Bin, what: str = "logprobs") -> NDArray[np.float32]:
@@ -195,7 +179,6 @@ class Learner:
         return found
 
     def _part(self, name: str, tensor: Tensor) -> Part:
-        """What lies here of a tensor, which is all of it."""
         return Part(tuple(tensor.shape), 0, tensor)
 
     def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
@@ -203,25 +186,19 @@ class Learner:
         return whole
 
     def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
-        """The whole weights, or with `optimizer` its state, of which only names, types and shapes
-        are looked at.
-        """
+        """Return the weights, or the state of the `optimizer`, for names, types and shapes."""
         return self.state() if optimizer else self.weights()
 
     @torch.no_grad()
     def take(self, names: Many[str], whole: Mapping[str, Tensor] | None) -> None:
-        """Takes its rows of some weights, which rank 0 has `whole`; `taken` follows the last."""
+        """Takes its rows of all weights, which rank 0 has `whole`; a critic begins with them."""
         assert whole is not None, "who has all rows is given all weights"
-        self.load_weights({**self.weights(), **whole})
-
-    def taken(self) -> None:
-        """All weights were given."""
+        self.load_weights(whole)
 
     def close(self) -> None:
         """Its rank leaves the group: what waits for other ranks outside of it does so no more."""
 
     def copied_weights(self) -> dict[str, Tensor]:
-        """What `weights` gives, as copies in the host's memory, which stay."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.weights().items()}
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -235,17 +212,13 @@ class Learner:
 
     @torch.no_grad()
     def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
-        """Goes on from what somebody has saved of `saved`, and from weights that `fill` puts into
-        their rows. Damaged when some of it is missing.
-        """
+        """Go on from `saved`, and from weights that `fill` puts into their rows; Damaged."""
         for name, part in self.rows(self.weights()).items():
             fill(name, part)
         state = self.state()
         for name, tensor in state.items():
             saved.fill(name, self._part(name, tensor))
-        self._optimizer.load(state)
-        self.refresh()
-        self.steps = int(state["steps"])
+        self.go_on({"steps": int(state["steps"]), "updates": int(state["adamw.steps"])})
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Takes over weights only; what follows from them, passes and a critic, begins anew."""
@@ -286,7 +259,6 @@ class Learner:
 
     @property
     def bytes(self) -> int:
-        """That its tensors take."""
         return sum(t.nbytes for t in (*self.tensors().values(), *self.derived().values()))
 
     def _norm(self, gradient: Tensor) -> float:
@@ -298,7 +270,6 @@ class Learner:
 
     @property
     def _passing(self) -> Decoder:
-        """The model that passes run on."""
         return self.model if self._copy is None else self._copy.model
 
     def refresh(self) -> None:
@@ -307,7 +278,6 @@ class Learner:
             self._copy.refresh()
 
     def _fresh_gradient(self) -> Tensor:
-        """A zero gradient whose slices the parameters accumulate into."""
         gradient = torch.zeros(self.size, device=self._parameters[0].device)
         sizes = [parameter.numel() for parameter in self._parameters]
         pairs = zip(self._parameters, torch.split(gradient, sizes), strict=True)
@@ -348,13 +318,10 @@ def add(results: Iterable[tuple[Tensor, BinStats]]) -> tuple[Tensor, BinStats]:
 
 
 def balance_share(bin: Bin) -> float:
-    """The weight of a mixture's balance loss, which is summed over a bin's trained places: that of
-    a token's loss.
-    """
+    """Return a mixture's balance loss's weight, which is that of a token's loss."""
     weight = bin.weight[bin.mask]
     return float(weight.sum(dtype=np.float64) / max(1, len(weight)))
 
 
 def pick(array: NDArray[np.generic], places: Tensor) -> Tensor:
-    """The values of a bin's array at `places`."""
     return torch.from_numpy(array).to(places.device).index_select(0, places)

@@ -13,9 +13,7 @@ from services.trainer.arithmetic.learner import Learner
 
 
 class LearnerMemory:
-    """All that a learner has, with gradients that are kept `beside` it; nobody may compute
-    meanwhile. `kept` is what cannot be got again.
-    """
+    """All that a learner has, and gradients `beside`; `kept` is what cannot be got again."""
 
     def __init__(self, learner: Learner, beside: Mapping[str, Tensor] | None = None) -> None:
         learner.forget_gradients()
@@ -25,18 +23,14 @@ class LearnerMemory:
 
     @property
     def bytes(self) -> int:
-        """That it takes while it is there."""
         return self.kept.bytes + self._derived.bytes
 
     def give_back(self) -> None:
-        """Frees it."""
         self._derived.give_back()
         self.kept.give_back()
 
     def take_again(self) -> None:
-        """Allocates it again, of any content; MemoryError, and nothing is allocated, where there is
-        not enough.
-        """
+        """Allocate it again, of any content; MemoryError, and nothing is, without enough."""
         self.kept.take_again()
         try:
             self._derived.take_again()
@@ -45,7 +39,6 @@ class LearnerMemory:
             raise
 
     def filled(self) -> None:
-        """What was kept is there again: the rest follows."""
         self._learner.refresh()
 
 

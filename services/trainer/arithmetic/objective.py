@@ -53,11 +53,7 @@ def objective(terms: LossTerms, weight: Tensor, config: AlgorithmConfig) -> Obje
             held = divergence * (config.kl_coefficient * weight)
             slope = slope + torch.autograd.grad(held.sum(), logprobs)[0]
             losses = losses + held
-    return Objective(losses.detach(), slope, clipped, _likelier(own, config), bounded)
-
-
-def _likelier(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-    difference = terms.logprobs.detach() - old_logprobs(terms, config)
+    difference = logprobs.detach() - old_logprobs(own, config)
     if algorithm(config.name).sequence_ratio:
-        difference = terms.sum_by_sequence(difference)
-    return difference > 0
+        difference = own.sum_by_sequence(difference)
+    return Objective(losses.detach(), slope, clipped, difference > 0, bounded)

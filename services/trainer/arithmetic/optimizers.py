@@ -12,7 +12,7 @@ iteration, each rank's share of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,14 @@ class Optimizer:
                 self._parabolic.append(part)
                 continue
             muon = config.muon_lr > 0 and parameter.dim() >= 2
-            chosen = muon and not is_adapter(name) and last_part(name) not in NOT_FOR_MUON
+            chosen = muon and not is_adapter(name) and name.rpartition(".")[2] not in NOT_FOR_MUON
             (matrices if chosen else rest).append(part)
         self._adamw = AdamW(rest, config.adamw_lr, config.weight_decay)
-        self._muons = [
-            Muon(alike, config.muon_lr, config.weight_decay) for alike in by_shape(matrices)
-        ]
+        by_shape: dict[torch.Size, list[ParameterGroup]] = {}
+        for part in matrices:
+            by_shape.setdefault(part.parameter.shape, []).append(part)
+        about = config.muon_lr, config.weight_decay
+        self._muons = [Muon(alike, *about) for alike in by_shape.values()]
 
     def adopt(self, config: OptimizerConfig) -> None:
         """Goes on with other rates; ConfigError if other parameters would be Muon's."""
@@ -87,16 +89,13 @@ class Optimizer:
             part.values.sub_(gradient[part.span].view(part.shape), alpha=rate)
 
     def state(self) -> dict[str, Tensor]:
-        """Flat and by parameter name, so that it does not depend on how parameters are grouped. No
-        copies: writing to a moment changes it.
-        """
+        """Return views by parameter name, however parameters are grouped."""
         state = self._adamw.state()
         for muon in self._muons:
             state |= muon.state()
         return state
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it keeps, as it lies in memory."""
         moments = {f"muon.{i}": muon.momentum for i, muon in enumerate(self._muons)}
         return {"adamw.mean": self._adamw.mean, "adamw.square": self._adamw.square, **moments}
 
@@ -108,15 +107,6 @@ class Optimizer:
     @updates.setter
     def updates(self, count: int) -> None:
         self._adamw.steps = count
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self._adamw.load(state)
-        for muon in self._muons:
-            muon.load(state)
-
-
-def last_part(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 class ParameterGroup:
@@ -136,8 +126,6 @@ class ParameterGroup:
 
 
 class MatrixRows:
-    """Some numbers of a part, end to end."""
-
     def __init__(self, part: ParameterGroup, begin: int, end: int) -> None:
         self._part, self._own = part, slice(begin, end)
         self.of_gradient = slice(part.span.start + begin, part.span.start + end)
@@ -166,14 +154,6 @@ def in_batches(parts: Iterable[ParameterGroup]) -> Iterator[list[MatrixRows]]:
         yield batch
 
 
-def by_shape(parts: Iterable[ParameterGroup]) -> list[list[ParameterGroup]]:
-    """Parts whose matrices have one shape, together."""
-    alike: dict[torch.Size, list[ParameterGroup]] = {}
-    for part in parts:
-        alike.setdefault(part.parameter.shape, []).append(part)
-    return list(alike.values())
-
-
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on parameters laid end to end."""
 
@@ -190,25 +170,20 @@ class AdamW:
         if not self._parts:
             return
         self.steps += 1
-        begin = 0
+        scale, begin = math.sqrt(1 - BETAS[1] ** self.steps), 0
         for pieces in self._batches:
             own = torch.cat([gradient[piece.of_gradient] for piece in pieces])
             end = begin + len(own)
-            move = self._move(own, self.mean[begin:end], self.square[begin:end], lr_factor)
+            mean, square = self.mean[begin:end], self.square[begin:end]
+            mean.lerp_(own, 1 - BETAS[0])
+            square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
+            move = mean / square.sqrt().div_(scale).add_(EPSILON)
+            move *= -self.lr * lr_factor / (1 - BETAS[0] ** self.steps)
             begin = end
             moves = torch.split(move, [piece.numel for piece in pieces])
             for piece, delta in zip(pieces, moves, strict=True):
                 values = piece.values.mul_(1 - self.lr * lr_factor * self.weight_decay)
                 values.add_(delta)
-
-    def _move(self, own: Tensor, mean: Tensor, square: Tensor, lr_factor: float) -> Tensor:
-        """By how much parameters change whose gradient is `own`; their moments are updated."""
-        mean.lerp_(own, 1 - BETAS[0])
-        square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
-        scale = math.sqrt(1 - BETAS[1] ** self.steps)
-        move = mean / square.sqrt().div_(scale).add_(EPSILON)
-        move *= -self.lr * lr_factor / (1 - BETAS[0] ** self.steps)
-        return move
 
     def state(self) -> dict[str, Tensor]:
         state = {"adamw.steps": torch.tensor(self.steps)}
@@ -216,12 +191,6 @@ class AdamW:
             for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
                 state[f"adamw.{kind}.{part.name}"] = piece.view(part.shape)
         return state
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self.steps = int(state["adamw.steps"])
-        for kind, moment in (("mean", self.mean), ("square", self.square)):
-            for part, piece in zip(self._parts, torch.split(moment, self._sizes), strict=True):
-                piece.copy_(state[f"adamw.{kind}.{part.name}"].reshape(-1))
 
 
 class Muon:
@@ -258,10 +227,6 @@ class Muon:
     def state(self) -> dict[str, Tensor]:
         moments = zip(self._parts, self.momentum, strict=True)
         return {f"muon.momentum.{part.name}": momentum for part, momentum in moments}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        for part, momentum in zip(self._parts, self.momentum, strict=True):
-            momentum.copy_(state[f"muon.momentum.{part.name}"])
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

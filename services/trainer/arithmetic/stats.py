@@ -135,6 +135,9 @@ def update_metrics(bins: int, norm: float, stats: BinStats, counted: float) -> d
     None: nothing of the kind was trained.
     """
     tokens, fresh = max(1, stats.tokens), stats.fresh_tokens
+    # Share of the tokens that would say as much, had the trained policy sampled them itself:
+    # (sum w)^2 / (n sum w^2) of the importance weights (Kong 1992).
+    squares = stats.sampled * stats.ratio_square_sum
     metrics: dict[str, Any] = {
         "bins": bins,
         "grad_norm": norm,
@@ -147,7 +150,7 @@ def update_metrics(bins: int, norm: float, stats: BinStats, counted: float) -> d
         "kl": stats.kl_sum / stats.sampled if stats.sampled else None,
         "ratio_max": stats.ratio_max if stats.sampled else None,
         "ratio_min": stats.ratio_min if stats.sampled else None,
-        "effective_sample_size": _effective_sample_size(stats) if stats.sampled else None,
+        "effective_sample_size": stats.ratio_sum**2 / squares if stats.sampled else None,
         "logprob_gap": stats.gap_max if fresh else None,
         "logprob_gap_mean": stats.gap_sum / fresh if fresh else None,
         "logprob_kl": stats.gap_kl_sum / fresh if fresh else None,
@@ -155,14 +158,6 @@ def update_metrics(bins: int, norm: float, stats: BinStats, counted: float) -> d
         "model_tokens": stats.tokens,
     }
     return metrics | _of_other_models(stats)
-
-
-def _effective_sample_size(stats: BinStats) -> float:
-    """Share of the tokens that would say as much, had the trained policy sampled them itself.
-
-    (sum w)^2 / (n sum w^2) of the importance weights (Kong 1992).
-    """
-    return stats.ratio_sum**2 / (stats.sampled * stats.ratio_square_sum)
 
 
 def _of_other_models(stats: BinStats) -> dict[str, Any]:

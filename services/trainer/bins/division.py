@@ -1,33 +1,14 @@
-"""How a round's bins are divided among the ranks of a gang, and how it computes them."""
+"""How a round's bins are divided among ranks: alike on all, and in all steps of a lineage."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from services.trainer.bins.packing import Bin
 
 Round = Sequence[Bin]  # as many as the division says
-
-
-class RoundDivision(Protocol):
-    """The same on all ranks, and in every step of a lineage."""
-
-    @property
-    def bins(self) -> int:
-        """Of a round."""
-
-    @property
-    def scored(self) -> int:
-        """Bins that are scored at once, one on each of the first ranks."""
-
-    @property
-    def told(self) -> Any:
-        """What stands of it in records: who computes otherwise rounds otherwise."""
-
-    def dealt(self, bins: Sequence[Bin]) -> list[list[Bin]]:
-        """Those of each rank."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +20,21 @@ class EvenDivision:
 
     @property
     def bins(self) -> int:
-        """See `RoundDivision`."""
         return self.ranks
 
     @property
     def scored(self) -> int:
-        """See `RoundDivision`."""
+        """Bins that are scored at once, one on each of the first ranks."""
         return self.ranks
 
     @property
     def told(self) -> Any:
-        """See `RoundDivision`."""
+        """What stands of it in records: who computes otherwise rounds otherwise."""
         if self.expert_parallel == 1:
             return self.ranks
         return {"ranks": self.ranks, "expert_parallel": self.expert_parallel}
 
     def dealt(self, bins: Sequence[Bin]) -> list[list[Bin]]:
-        """See `RoundDivision`."""
         return [[bin] for bin in bins]
 
 
@@ -72,17 +51,14 @@ class ZebraDivision:
 
     @property
     def bins(self) -> int:
-        """See `RoundDivision`."""
         return self.attention * self.micros
 
     @property
     def scored(self) -> int:
-        """See `RoundDivision`."""
         return self.attention
 
     @property
     def told(self) -> Any:
-        """See `RoundDivision`."""
         return {
             "attention": self.attention,
             "experts": self.experts,
@@ -91,6 +67,8 @@ class ZebraDivision:
         }
 
     def dealt(self, bins: Sequence[Bin]) -> list[list[Bin]]:
-        """See `RoundDivision`."""
         own = [list(bins[i : i + self.micros]) for i in range(0, len(bins), self.micros)]
         return own + [[] for _ in range(self.experts)]
+
+
+RoundDivision = EvenDivision | ZebraDivision

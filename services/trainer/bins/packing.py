@@ -103,7 +103,9 @@ class Bin:
                 raise BadMessage(f"array {name} of a bin is {array.dtype}{list(array.shape)}")
         if experts is not None and (experts.dtype != np.int16 or experts.shape[:1] != places):
             raise BadMessage(f"experts of a bin are {experts.dtype}{list(experts.shape)}")
-        if len(places) != 1 or not _is_partition(known["starts"], places[0]):
+        starts = known["starts"]
+        rising = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
+        if len(places) != 1 or not rising or int(starts[-1]) > places[0]:
             raise BadMessage("the starts of a bin's sequences do not rise within its places")
         return cls(
             **{name: _writable(array) for name, array in known.items()},
@@ -148,6 +150,7 @@ def fill(sequences: Many[Sequence], version: int = UNKNOWN) -> Bin:
     _refuse_empty(sequences)
     starts = np.cumsum([0] + [s.places for s in sequences], dtype=np.int32)
     names = sorted({name for s in sequences for name in s.extras})
+    advantages = [np.broadcast_to(s.advantages, s.tokens.shape)[1:] for s in sequences]
     return Bin(
         tokens=_joined([s.tokens[:-1] for s in sequences], np.int32),
         targets=_joined([s.tokens[1:] for s in sequences], np.int32),
@@ -156,7 +159,7 @@ def fill(sequences: Many[Sequence], version: int = UNKNOWN) -> Bin:
         mask=_joined([s.mask[1:] for s in sequences], np.bool_),
         fresh=_joined([fresh(s, version)[1:] for s in sequences], np.bool_),
         behaviour=_joined([s.logprobs[1:] for s in sequences], np.float32),
-        advantage=_joined([_spread(s.advantages, s)[1:] for s in sequences], np.float32),
+        advantage=_joined(advantages, np.float32),
         weight=_joined([np.full(s.places, s.weight) for s in sequences], np.float32),
         extras={n: _joined([s.extras[n][1:] for s in sequences], np.float32) for n in names},
         experts=_experts(sequences),
@@ -186,10 +189,6 @@ def _joined(arrays: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
 
 
-def _spread(values: Floats, sequence: Sequence) -> Floats:
-    return np.broadcast_to(values, sequence.tokens.shape)
-
-
 def _experts(sequences: Many[Sequence]) -> ExpertIds | None:
     shape = next((s.experts.shape[1:] for s in sequences if s.experts is not None), None)
     if shape is None:
@@ -199,11 +198,6 @@ def _experts(sequences: Many[Sequence]) -> ExpertIds | None:
         u if s.experts is None else s.experts[1:] for u, s in zip(unknown, sequences, strict=True)
     ]
     return _joined(rows, np.int16)
-
-
-def _is_partition(starts: Ints, places: int) -> bool:
-    rising = len(starts) > 0 and starts[0] == 0 and bool((np.diff(starts) > 0).all())
-    return rising and int(starts[-1]) <= places
 
 
 def _writable(array: NDArray[Any]) -> NDArray[Any]:

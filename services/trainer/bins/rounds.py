@@ -1,6 +1,4 @@
-"""Plans the rounds of a step, which sequences are computed together: a round is as
-many bins as are computed at once, and rounds are made while groups still come in.
-"""
+"""Plans the rounds of a step, as many bins as are computed at once, while groups come in."""
 
 from __future__ import annotations
 
@@ -28,12 +26,10 @@ class RoundMaker:
         self.plan: RoundPlan = []
 
     def add(self, sequences: Sequence[packing.Sequence]) -> list[list[Bin]]:
-        """The rounds that are full now."""
         self._came += sequences
         return self._made(self._packer.add([s.places for s in sequences]))
 
     def flush(self) -> list[list[Bin]]:
-        """The rounds of all that is left."""
         return self._made(self._packer.flush())
 
     def _made(self, rounds: list[Round]) -> list[list[Bin]]:

@@ -1,3 +1,1 @@
-"""The weights that a run begins with: as given, drawn, or after a warm start. Open `beginning.py`
-first.
-"""
+"""The weights that a run begins with, given or warmed. Open `beginning.py` first."""

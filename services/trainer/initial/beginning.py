@@ -1,6 +1,4 @@
-"""Chooses the state in which training begins or goes on: a checkpoint, a warm start (cached or made
-now), or the given weights.
-"""
+"""Chooses the state in which training begins: the given weights, warmed or not."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -39,9 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def compile_kernels() -> None:
-    """What passes on a CPU call, compiled if this host has not done so yet. It blocks; where there
-    is no compiler, passes are PyTorch's.
-    """
+    """Compile what passes on a CPU call, if this host has not; it blocks."""
     for name in TRAINING:
         library(name)
 
@@ -60,9 +55,7 @@ def fresh_learner(data: JobData) -> Learner:
 
 
 def outlined(data: JobData) -> tuple[Decoder, Beginning]:
-    """The model that `fresh_learner` begins with, on the `meta` device, and where the values of its
-    parameters come from, row by row.
-    """
+    """Return `fresh_learner`'s model on the `meta` device, and the source of its rows."""
     config, shape = data.config, model_config(data)
     beginning: Beginning
     if config.model.path:
@@ -86,9 +79,7 @@ def outline(data: JobData) -> tuple[ModelConfig, int]:
 def first_weights(
     data: JobData, progress: Callable[[int, float], None], tell: Tell
 ) -> Pieces[tuple[dict[str, Tensor] | None, bool]]:
-    """What `start` makes of a learner that lives no longer than this, and what it returns, in its
-    pieces; None for the weights that every fresh learner has.
-    """
+    """Do `start` with a learner of its own: its weights, None for a fresh learner's."""
     if not data.config.warm_start.demonstrations:
         return None, False
     learner = fresh_learner(data)
@@ -99,9 +90,7 @@ def first_weights(
 def start(
     data: JobData, learner: Learner, progress: Callable[[int, float], None], tell: Tell
 ) -> Pieces[bool]:
-    """Makes version 0 of a fresh learner, in pieces between which others may compute; True when its
-    warm start was in the cache.
-    """
+    """Make version 0 of a learner, piece by piece; True: its warm start was cached."""
     cached = False
     if data.config.warm_start.demonstrations:
         cached = yield from warm(data, learner, progress, tell)
@@ -118,9 +107,7 @@ def adapt(data: JobData, learner: Learner) -> None:
 def warm(
     data: JobData, learner: Learner, progress: Callable[[int, float], None], tell: Tell
 ) -> Pieces[bool]:
-    """Runs the job's warm start in place, or takes it from the cache; True when it was cached. One
-    that is damaged there is set aside, and made again.
-    """
+    """Warm the learner, or take that from the cache (True) if it is not damaged there."""
     config = data.config
     path = None
     if config.cache:
@@ -148,19 +135,12 @@ def warm(
         progress=progress,
     )
     if path is not None:
-        _keep(path, learner)
+        try:  # for jobs that begin the same; containers write to few places of a host
+            warm_start.save(path, learner.weights())
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
     return False
-
-
-def _keep(path: Path, learner: Learner) -> None:
-    """For jobs that begin the same; not where this host has no such directory: the job may have
-    been written on another one, and containers write to few places.
-    """
-    try:
-        warm_start.save(path, learner.weights())
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
 
 
 def cache_key(data: JobData) -> dict[str, Any]:
@@ -185,7 +165,6 @@ def sources(data: JobData) -> list[bytes]:
 
 
 def function(data: JobData, reference: str) -> Callable[..., Any]:
-    """What `module:function` of the job names."""
     if str(data.modules) not in sys.path:
         sys.path.insert(0, str(data.modules))
     module, _, name = reference.partition(":")

@@ -20,7 +20,7 @@ from common.base.errors import ConfigError, Damaged
 from common.base.random import Random
 from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
 from common.model.tokens.tokenizer import Tokenizer
-from services.trainer.arithmetic.learner import Learner, add
+from services.trainer.arithmetic.learner import Learner
 from services.trainer.bins.packing import Sequence, make_bins
 
 Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the prompt comes first
@@ -62,14 +62,14 @@ def pieces(
     """
     random = Random(seed).child("warm start")
     rates = OptimizerConfig(muon_lr=config.muon_lr, adamw_lr=config.adamw_lr)
-    teacher = Learner(learner.model, rates, AlgorithmConfig())
+    teacher = Learner(learner.model, rates, AlgorithmConfig(name="sft"))
     for step in range(config.steps):
         done = step / config.steps
         batch = [
             demonstration(demonstrate, tokenizer, random, done, limits) for _ in range(config.batch)
         ]
         bins = make_bins(batch, bin_tokens)
-        gradient, stats = add(teacher.supervised_gradient(bin) for bin in bins)
+        gradient, stats = teacher.round_gradient(bins)
         teacher.apply(gradient, stats.tokens, lr_factor(step, config))
         progress(step + 1, stats.loss_sum / stats.tokens)
         yield

@@ -1,4 +1,1 @@
-"""The models of a trainer: passes, critic, adapters, and copies in a narrower type.
-
-Open `forward.py` first.
-"""
+"""The models of a trainer: passes, critic, adapters, copies. Open `forward.py` first."""

@@ -6,7 +6,7 @@ optimizer and one checkpoint hold both; engines are never given it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +50,7 @@ class Critic(nn.Module):
 
 
 def attach(policy: Decoder) -> None:
-    """Gives the policy a critic that begins with its weights, its layers computed again on the way
-    back where the policy's are; nothing if it has one.
-    """
+    """Give the policy a critic that begins as it is, if it has none, checkpointed as it is."""
     if hasattr(policy, "critic"):
         return
     like = policy.final_norm
@@ -88,20 +86,11 @@ def critic_of(policy: Decoder) -> Critic:
 
 
 def published(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The parameters among named ones that belong to the policy."""
     return {name: tensor for name, tensor in weights if not name.startswith(CRITIC)}
 
 
 def own(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The parameters among named ones that belong to the critic."""
     return {name: tensor for name, tensor in weights if name.startswith(CRITIC)}
-
-
-@torch.no_grad()
-def load(policy: Decoder, state: Mapping[str, Tensor]) -> None:
-    """Takes over what `own` gave, among other tensors."""
-    for name, parameter in own(policy.named_parameters()).items():
-        parameter.copy_(state[name])
 
 
 def values(policy: Decoder, bin: Bin) -> Tensor:

@@ -24,9 +24,7 @@ from services.trainer.bins.packing import UNKNOWN, Bin
 
 @dataclass(slots=True)
 class Outputs:
-    """What the forward pass gives for the t trained places of a bin, in order, on the model's
-    device.
-    """
+    """The outcome of a forward pass for the t trained places of a bin, on its device."""
 
     places: Tensor  # int64 [t], of the bin
     sequence: Tensor  # int64 [t], that each belongs to
@@ -53,7 +51,6 @@ class Placed:
 
 
 def placed(bin: Bin, device: torch.device) -> Placed:
-    """A bin's arrays where a model computes."""
     size = len(bin.tokens)
     padding = padded_places(size) - size if device.type == "cuda" else 0
 
@@ -121,5 +118,4 @@ def checkpoint_layers(model: Decoder) -> None:
 
 
 def checkpoints_layers(model: Decoder) -> bool:
-    """Whether `checkpoint_layers` has changed the model."""
     return any("forward" in vars(layer) for layer in model.layers)

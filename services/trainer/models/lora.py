@@ -20,7 +20,9 @@ def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:
     not fit the model.
     """
     attach(model, config)
-    fill(model, seed)
+    with torch.no_grad():
+        for _, parameter, values in drawn(model, seed):
+            parameter.copy_(values)
 
 
 def attach(model: Decoder, config: LoraConfig) -> None:
@@ -31,13 +33,6 @@ def attach(model: Decoder, config: LoraConfig) -> None:
     for layer in model.layers:
         assert isinstance(layer, Layer)
         layer.adapters = Adapters(model.config, names, config.rank, config.scale, like=layer.qkv)
-
-
-@torch.no_grad()
-def fill(model: Decoder, seed: int) -> None:
-    """Gives the adapters of a whole model their values."""
-    for _, parameter, values in drawn(model, seed):
-        parameter.copy_(values)
 
 
 def drawn(model: Decoder, seed: int) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

@@ -34,9 +34,7 @@ class WorkingCopy:
         torch._foreach_copy_(self._parameters, self._masters)
 
     def collect(self, gradients: list[Tensor | None]) -> None:
-        """Adds a parameter's gradients to its tensor of `gradients` from now on, in float32 and in
-        its shape, in the order of the parameters; None: its gradient is not wanted.
-        """
+        """Add gradients to these float32 tensors, by parameter, from now on; None: to none."""
         pairs = zip(self._parameters, gradients, strict=True)
         self._sums = {parameter: total for parameter, total in pairs if total is not None}
 
@@ -48,9 +46,7 @@ class WorkingCopy:
 
 
 def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Calls a method for as long as its object lives. A parameter's hooks are out of sight of the
-    collector of garbage, so that an object which they held would never go.
-    """
+    """Call a method while its object lives: hooks hide from the collector what they hold."""
     found = WeakMethod(method)
 
     def call(tensor: Tensor) -> None:

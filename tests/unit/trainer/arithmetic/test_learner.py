@@ -176,7 +176,8 @@ def test_the_supervised_gradient_is_that_of_the_cross_entropy() -> None:
     bins = make_bins(made, 2560)
     for bin in bins:
         bin.behaviour[:] = one.score(bin)  # the ratio is 1 everywhere
-    supervised, stats = add(one.supervised_gradient(bin) for bin in bins)
+    taught = Learner(one.model, OptimizerConfig(), AlgorithmConfig(name="sft"))
+    supervised, stats = taught.round_gradient(bins)
     policy, _ = add(one.gradient(bin) for bin in bins)
     assert torch.allclose(supervised, policy, rtol=1e-3, atol=1e-4)
     assert stats.loss_sum == pytest.approx(-sum(one.score(bin).sum() for bin in bins), rel=1e-4)

@@ -124,8 +124,8 @@ def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer: Tokenizer) -
         expert_ffn_size=16,
     )
     bin = shown(tokenizer)
-    plain, cross_entropy = fresh(sparse).supervised_gradient(bin)
-    both, stats = fresh(replace(sparse, balance_coefficient=0.1)).supervised_gradient(bin)
+    plain, cross_entropy = fresh(sparse, "sft").gradient(bin)
+    both, stats = fresh(replace(sparse, balance_coefficient=0.1), "sft").gradient(bin)
     assert stats == cross_entropy  # of what is shown, the loss is told as it was
     balanced = fresh(replace(sparse, balance_coefficient=0.1))
     balanced_bin = shown(tokenizer)
