@@ -1,3 +1,1 @@
-"""The pieces of a core's arithmetic, and the interfaces by which its weights and state leave it.
-Open `piece_runner.py` first.
-"""
+"""The pieces of a core's arithmetic. Open `piece_runner.py` first."""

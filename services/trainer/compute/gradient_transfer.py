@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.api.ranks import LentGradient
 from common.base.digest import digest_of
 from common.base.errors import BadMessage, PeerLost
 from common.mesh.runtime.mesh import Mesh
@@ -28,7 +27,6 @@ FILE_S = 600.0  # to write or read a whole gradient
 
 
 def hybrid_name(helper: str) -> str:
-    """What a hybrid is called in the mesh."""
     return f"hybrid/{helper}"
 
 
@@ -52,23 +50,23 @@ class Outbox:
         return self._server.address
 
     async def put(self, gradient: Tensor) -> list[str]:
-        """Digests of the pieces of a flat gradient, which takes the place of the one before;
-        StorageFull.
-        """
+        """Return the digests of a flat gradient's pieces, in place of the last; StorageFull."""
         whole = await self._run(lambda: gradient.cpu().numpy(), deadline_s=FILE_S)
         return (await self.put_parts([whole]))[0]
 
     async def put_parts(self, parts: Sequence[NDArray[np.float32]]) -> list[list[str]]:
-        """Digests of the pieces of each part of a gradient, which take the place of the one before;
-        StorageFull.
-        """
+        """Return the digests of each part's pieces, in place of the last; StorageFull."""
         await self.clear()
-        found = [await self._run(self._write, part, deadline_s=FILE_S) for part in parts]
-        return found
+        return [await self._run(self._write, part, deadline_s=FILE_S) for part in parts]
 
     async def clear(self) -> None:
         pieces, self._pieces = self._pieces, []
-        await self._run(self._remove, pieces, deadline_s=FILE_S)
+
+        def remove() -> None:
+            for digest in pieces:
+                self._chunks.path(digest).unlink(missing_ok=True)
+
+        await self._run(remove, deadline_s=FILE_S)
 
     def close(self) -> None:
         self._server.close()
@@ -81,74 +79,34 @@ class Outbox:
             piece = content[start : start + PIECE_BYTES]
             pieces.append(digest_of(piece))
             self._pieces.append(pieces[-1])
-            _write(piece, self._chunks.path(pieces[-1]))
+            write(piece, self._chunks.path(pieces[-1]))
         return pieces
-
-    def _remove(self, pieces: Sequence[str]) -> None:
-        for digest in pieces:
-            self._chunks.path(digest).unlink(missing_ok=True)
 
 
 async def collect(
-    mesh: Mesh, bulk: BulkClient, helper: str, pieces: Sequence[str], size: int
+    mesh: Mesh, bulk: BulkClient, name: str, pieces: Sequence[str], size: int, address: str = ""
 ) -> NDArray[np.float32]:
-    """The gradient of `size` numbers that a hybrid has put; PeerLost, and BadMessage when it is not
-    that long.
+    """The gradient of `size` numbers that the process `name` has put, at its own bulk port or at
+    another `address`; PeerLost, and BadMessage when it is not that long.
     """
-    entry = await _there(mesh, hybrid_name(helper))
-    return await _collected(mesh, bulk, entry, pieces, size)
-
-
-async def collect_rows(
-    mesh: Mesh, bulk: BulkClient, core: str, lent: LentGradient
-) -> NDArray[np.float32]:
-    """What rank 0, the process `core`, lends a rank on another host; errors as for `collect`."""
-    entry = replace(await _there(mesh, core), bulk=lent.bulk)
-    return await _collected(mesh, bulk, entry, lent.pieces, lent.size)
-
-
-async def _there(mesh: Mesh, name: str) -> registry.Entry:
     entry = await registry.lookup(mesh.state, name)
     if entry is None or not entry.alive:
         raise PeerLost(f"{name} has gone with its gradient", where=name)
-    return entry
-
-
-async def _collected(
-    mesh: Mesh, bulk: BulkClient, entry: registry.Entry, pieces: Sequence[str], size: int
-) -> NDArray[np.float32]:
+    if address:
+        entry = replace(entry, bulk=address)
     whole = np.empty(size, np.float32)
     room, start = whole.view(np.uint8).data, 0
     if len(pieces) != -(-len(room) // PIECE_BYTES):
-        raise _strange(entry.name, f"{len(pieces)} pieces", size)
+        raise BadMessage(f"{len(pieces)} pieces for a gradient of {size} numbers", where=name)
     for digest in pieces:
         piece = await bulk.get(entry, digest, deadline_s=PIECE_S)
         part = room[start : start + PIECE_BYTES]
         if len(piece) != len(part):
-            raise _strange(entry.name, f"a piece of {len(piece)} bytes", size)
+            what = f"a piece of {len(piece)} bytes for a gradient of {size} numbers"
+            raise BadMessage(what, where=name)
         await mesh.host.run_blocking(part.__setitem__, slice(None), piece, deadline_s=PIECE_S)
         start += len(part)
     return whole
-
-
-class GradientFiles:
-    """Where the core of a gang lays gradients for the other ranks."""
-
-    def __init__(self, mesh: Mesh, directory: Path) -> None:
-        self._run, self._directory = mesh.host.run_blocking, directory
-
-    async def clear(self) -> None:
-        """Removes what an earlier start of the core has left in the middle."""
-        await self._run(shutil.rmtree, self._directory, True, deadline_s=FILE_S)
-
-    async def put(self, name: str, gradient: NDArray[np.float32]) -> Path:
-        """The file of a flat gradient, float32 numbers and nothing else; StorageFull."""
-        path = self._directory / name
-        await self._run(_write, gradient.data.cast("B"), path, deadline_s=FILE_S)
-        return path
-
-    async def remove(self, path: Path) -> None:
-        await self._run(path.unlink, True, deadline_s=FILE_S)
 
 
 def read(path: str, size: int) -> NDArray[np.float32]:
@@ -156,13 +114,10 @@ def read(path: str, size: int) -> NDArray[np.float32]:
     return np.memmap(path, np.float32, "r", shape=(size,))
 
 
-def _write(content: memoryview, path: Path) -> None:
+def write(content: memoryview, path: Path) -> None:
+    """Writes a file, not durably; StorageFull."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
         raise failure(error, path) from error
-
-
-def _strange(name: str, what: str, size: int) -> BadMessage:
-    return BadMessage(f"{what} for a gradient of {size} numbers", where=name)

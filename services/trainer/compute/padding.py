@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 
 class Padding:
-    """Makes pieces of work take what they would take at a pace, and counts those that took longer
-    by more than LATE of it.
-    """
+    """Makes work take what it would at a pace; counts what took longer by over LATE of it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -27,7 +25,6 @@ class Padding:
 
     @property
     def late(self) -> dict[str, int]:
-        """Pieces so far, and those of them that ended late."""
         return {"paced": self._steps, "late": self._late}
 
     async def take(self, seconds: float, work: Callable[[], Awaitable[T]]) -> T:

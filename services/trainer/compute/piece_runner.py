@@ -1,6 +1,4 @@
-"""Runs the pieces of a core's arithmetic: one at a time, each in a time slice of its gang, never
-faster than an emulated accelerator, and none while the core sleeps.
-"""
+"""Runs a core's arithmetic piece by piece: in time slices, at a pace, and not asleep."""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ T = TypeVar("T")
 
 
 class PieceKind(NamedTuple):
-    """A kind of pieces."""
-
     slice: str = ""  # what its time slice is for; empty: it needs none
     step: bool = False  # it belongs to a step, and waits while steps are held
     # seconds on an emulated accelerator, from the arguments of the piece
@@ -79,8 +75,6 @@ class PieceRunner:
         return self._padding.late if self._pace is not None else {}
 
     async def run(self, kind: PieceKind, work: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Return what `work` returns, run as a piece of this kind."""
-
         async def compute() -> T:
             async with self._computing:
                 return await work(*args)
@@ -111,22 +105,17 @@ class PieceRunner:
             self._lost = None
 
     async def hold(self) -> None:
-        """Return when no piece of a step runs; none begins until `let_go`: what is there stays as
-        it is, and can be copied.
-        """
+        """Return when no piece of a step runs; none begins until `let_go`."""
         self._go_on.clear()
         async with self._one:
             return
 
     def let_go(self) -> None:
-        """Let steps go on."""
         self._go_on.set()
 
     @asynccontextmanager
     async def falling_asleep(self) -> AsyncIterator[None]:
-        """Enter between two pieces, to save what is there; none runs from then on until `waking`,
-        but where the block fails.
-        """
+        """Enter between two pieces, to save them; none runs until `waking`, if that works."""
         await self._one.acquire()
         try:
             await self.keeping.acquire()

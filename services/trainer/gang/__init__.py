@@ -1,3 +1,1 @@
-"""The arithmetic of a core, on one process or on several that each hold part of the model. Open
-`compute.py` first.
-"""
+"""The arithmetic of a core, on one process or several. Open `compute.py` first."""

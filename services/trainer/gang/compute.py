@@ -36,7 +36,6 @@ from common.base.errors import Damaged, MeshError, Refused, StateUnavailable, St
 from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.mesh.residents.tiers import Keep, Take
 from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.ref import Ref
 from common.mesh.runtime.serial_executor import looked_at
 from common.mesh.runtime.tasks import first_of
 from common.state import registry
@@ -60,12 +59,9 @@ from services.trainer.compute.piece_runner import (
     PieceRunner,
     piece,
 )
-from services.trainer.compute.saving import LocalSaving, StateSaving
-from services.trainer.compute.staging import WeightStaging
 from services.trainer.gang.group import RankGroup
 from services.trainer.gang.lending import Lending
-from services.trainer.gang.saving import GangSaving
-from services.trainer.gang.staging import GangStaging
+from services.trainer.gang.saving import GangSaving, GangStaging, LocalSaving
 from services.trainer.ranks.rank import Rank, filler
 from services.trainer.ranks.trouble import UNREADABLE, raise_first, tried
 from services.trainer.rows.filling import masters_of
@@ -92,9 +88,7 @@ class Compute:
         meetings: Path | None = None,
         group_s: float = COMPUTE_S,
     ) -> None:
-        """`meetings`: where ranks meet, if not where the host says. `group_s`: deadline of their
-        collectives.
-        """
+        """`meetings`: where ranks meet, else as the host says. `group_s`: their deadline."""
         meetings = meetings or meetings_of(mesh.settings)
         self.runner = runner or PieceRunner(mesh)
         self.division = rank.division
@@ -110,31 +104,24 @@ class Compute:
 
     @property
     def alone(self) -> Learner | None:
-        """The learner, where this process is all of the core."""
         return None if self._group.others else self._rank.learner
 
     @property
     def size(self) -> int:
-        """Numbers in a flat gradient."""
         return self._rank.learner.size
 
     @property
     def late(self) -> Mapping[str, int]:
-        """`paced`, pieces at a pace so far, and `late`, those of them that ended late; empty where
-        none is kept.
-        """
+        """`paced`, pieces at a pace so far, and `late`, those that ended late; or nothing."""
         return self.runner.late or self._rank.late
 
     async def form(self) -> None:
-        """All ranks meet, for the first time or after RankLost; weights are still to be given, but
-        for those that the job begins with.
-        """
+        """Meet all ranks, first or after RankLost; weights that differ are still to be given."""
         async with self.runner.forming():
             await self._group.form()  # it waits for ranks, for minutes if need be
             self._claimed.clear()
 
     def _ended(self) -> None:
-        """The group is none any more."""
         self._memory = None
         for task in self._sending - {asyncio.current_task()}:  # one may be why
             task.cancel()
@@ -185,7 +172,6 @@ class Compute:
     async def _send_to_all(
         self, generation: int, index: int, gradient: NDArray[np.float32]
     ) -> None:
-        """Gives a hybrid's gradient to all ranks."""
         keep = self._rank.keeping()
         cut = self._rank.learner.own_part
         async with self._lending.lent(generation, index, gradient, cut) as orders:
@@ -205,23 +191,16 @@ class Compute:
     async def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         """One optimizer step from the kept rounds 0 .. rounds - 1; the norm before clipping."""
         await self._all_sent()
-        update = Update(self._group.current(), rounds, denominator, lr_factor)
+        about = rounds, denominator, lr_factor
+        orders = self._group.to_all(Update(self._group.current(), *about))
         norm, _ = await self._group.together(
-            COMPUTE_S,
-            Ranks.apply,
-            [update] * len(self._group.others),
-            self._rank.apply,
-            rounds,
-            denominator,
-            lr_factor,
+            COMPUTE_S, Ranks.apply, orders, self._rank.apply, *about
         )
         self._claimed.clear()
         return norm
 
     async def score(self, bins: Sequence[Bin], what: str) -> list[NDArray[np.float32]]:
-        """`logprobs` or `values` at each place of each bin, 0 where nothing is trained. Others
-        may have their time slices between two rounds of bins.
-        """
+        """`logprobs` or `values` at each place of each bin, 0 where nothing is trained."""
         found: list[NDArray[np.float32]] = []
         at_once = self.division.scored
         for start in range(0, len(bins), at_once):
@@ -250,15 +229,14 @@ class Compute:
 
     @property
     def outline(self) -> Mapping[str, Tensor]:
-        """The whole weights, of which only names, types and shapes are looked at."""
         return self._rank.learner.outline(False)
 
-    def staging(self, how: How, what: str) -> WeightStaging:
+    def staging(self, how: How, what: str) -> GangStaging:
         """How all of them are staged as they are when they are copied; RankLost without a gang."""
         stager = Stager(self._mesh, self._bulk, how, what)
         return GangStaging(self.runner, self._group, self._rank, stager, how, what)
 
-    def saving(self, path: Path, masters: bool) -> StateSaving:
+    def saving(self, path: Path, masters: bool) -> LocalSaving | GangSaving:
         """How all that a checkpoint keeps of it is written below `path`, as it is when it is
         copied: what the next step depends on beside the weights, with `masters` these too.
         RankLost without a gang.
@@ -269,18 +247,12 @@ class Compute:
 
     @piece(SYNC)
     async def take(self, weights: dict[str, Tensor]) -> None:
-        """Takes some whole weights; `taken` follows when all of them were given."""
+        """Goes on from these whole weights, all of them, and with an optimizer that is new."""
         names = list(weights)
         orders = self._group.to_all(Taking(self._group.current(), names))
         await self._group.together(
             MOVE_S, Ranks.take, orders, self._rank.learner.take, names, weights
         )
-
-    @piece(SYNC)
-    async def taken(self) -> None:
-        """Goes on from the weights that were given, and with an optimizer that is new."""
-        orders = self._group.to_all(Taking(self._group.current()))
-        await self._group.together(MOVE_S, Ranks.taken, orders, self._rank.learner.taken)
 
     @piece(SYNC)
     async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
@@ -304,7 +276,6 @@ class Compute:
 
     @property
     def bytes(self) -> int:
-        """That its tensors take on this process's accelerator now."""
         return self._rank.bytes if self._memory is None else 0
 
     async def sleep(self, about: Callable[[], dict[str, Any]], keep: Keep) -> None:
@@ -330,31 +301,23 @@ class Compute:
         all that waits, and comes, until it is formed anew; whatever else it raises, it sleeps on.
         """
         async with self.runner.waking():
-            await self._wake(take)
-
-    async def _wake(self, take: Take) -> None:
-        memory, about = self._memory, self._about
-        assert memory is not None, "it sleeps"
-        try:
-            await all_of(self._take_own(memory, take), self._rest("take", about))
-        except BaseException as error:
-            if not self._loses(error):  # it sleeps on, all ranks of it
-                await self._rest("release", about)
-                await self._blocking(memory.give_back)
-                raise
+            memory, about = self._memory, self._about
+            assert memory is not None, "it sleeps"
+            try:
+                await all_of(self._take_own(memory, take), self._rest("take", about))
+            except BaseException as error:
+                sleeps_on = Refused, StorageFull, StateUnavailable
+                gone = self._group.others and not isinstance(error, sleeps_on)
+                if not isinstance(error, MeshError if gone else Damaged):
+                    await self._rest("release", about)  # it sleeps on, all ranks of it
+                    await self._blocking(memory.give_back)
+                    raise
+                self._memory = None
+                lost = await self._group.lost(cast(MeshError, error))
+                raise Damaged(str(lost), where=self._mesh.name) from error
             self._memory = None
-            lost = await self._group.lost(cast(MeshError, error))
-            raise Damaged(str(lost), where=self._mesh.name) from error
-        self._memory = None
-        with suppress(MeshError):
-            await self._rest("forget", about)
-
-    def _loses(self, error: BaseException) -> bool:
-        """Whether what was kept is lost: it is damaged, or a rank may have it no more."""
-        if isinstance(error, Damaged) or not self._group.others:
-            return isinstance(error, Damaged)
-        sleeps_on = Refused, StorageFull, StateUnavailable
-        return isinstance(error, MeshError) and not isinstance(error, sleeps_on)
+            with suppress(MeshError):
+                await self._rest("forget", about)
 
     async def _take_own(self, memory: LearnerMemory, take: Take) -> None:
         await taken_again(memory, self._blocking, self._mesh.name)
@@ -370,11 +333,12 @@ class Compute:
             await self._rest("move", about)
             return
         order = self._order("move", about)
-        await all_of(*(self._let_end(other, order) for other in self._group.others))
-
-    async def _let_end(self, other: Ref, order: Rest) -> None:
-        """Returns when it has answered, or has ended: it may, as soon as it has heard of it."""
-        await first_of([other.call(Ranks.rest, order), self._until_ended(other.name)])
+        # Each has answered then, or has ended: it may, as soon as it has heard of it.
+        ends = [
+            first_of([other.call(Ranks.rest, order), self._until_ended(other.name)])
+            for other in self._group.others
+        ]
+        await all_of(*ends)
 
     async def _until_ended(self, name: str) -> None:
         while True:

@@ -48,9 +48,7 @@ class RankGroup:
         prepare: Callable[[Set[int]], Awaitable[None]],
         ended: Callable[[], None],
     ) -> None:
-        """`prepare` is told which ranks are on other hosts before they meet, `ended` when the group
-        is none any more.
-        """
+        """`prepare` is told which ranks are on other hosts, `ended` that the group is none."""
         # 0: in no group; a rank alone is in one of its own from the beginning.
         self.generation = 0 if rank.ranks > 1 else 1
         self.thread = RankThread(mesh, group_s)
@@ -96,11 +94,8 @@ class RankGroup:
         far = {rank for rank, other in enumerate(standing, 1) if other.host != here}
         await self._prepare(far)
         with ExitStack() as open_:
-            where, interface, door = (
-                str(self._meetings / f"{self._job}-{generation}"),
-                LOOPBACK,
-                None,
-            )
+            where, door = str(self._meetings / f"{self._job}-{generation}"), None
+            interface = LOOPBACK
             addresses: list[str] = []
             if far:
                 interface, address = self._reachable(standing)
@@ -109,15 +104,8 @@ class RankGroup:
                 where = place_of(door, self._mesh.random.token(16))
             meeting = Meeting(generation, where, self._group_s, addresses)
             self.generation = generation
-            await self.together(
-                FORM_S,
-                Ranks.form,
-                [meeting] * len(self.others),
-                self._rank.form,
-                meeting,
-                interface,
-                door,
-            )
+            meetings, own = [meeting] * len(self.others), (meeting, interface, door)
+            await self.together(FORM_S, Ranks.form, meetings, self._rank.form, *own)
 
     def _reachable(self, standing: Sequence[StandsBy]) -> tuple[str, str]:
         """By which interface and address of this host ranks on others reach it; ConfigError when
@@ -220,6 +208,11 @@ class RankGroup:
             )
         return self.generation
 
+    def check(self, generation: int) -> None:
+        """RankLost unless the group is that of this generation still."""
+        if self.current() != generation:
+            raise self.loss(RankLost("the group has been formed anew"))
+
     def to_all(self, order: Q) -> list[Q]:
         return [order] * len(self.others)
 
@@ -233,7 +226,5 @@ async def _done(other: Ref, method: Call[Q, R], request: Q, deadline_s: float | 
 
 
 def _is_wrong(error: Exception) -> bool:
-    """Whether a rank raised it by a mistake of its own, which would come again; lost ranks are not
-    that.
-    """
+    """Whether it is a mistake of a rank's own, which would come again; a lost rank is not."""
     return isinstance(error, RemoteFailure) or not isinstance(error, MeshError)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from common.base.clock import SystemClock
 from common.job.bundle.job_data import JobData
 from common.job.bundle.model_shape import model_config
 from common.mesh.runtime.mesh import Mesh
@@ -41,14 +42,14 @@ def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:
         parallel = config.training.expert_parallel
         return ShardedLearner(model, settings, place, config.lora, config.seed, parallel)
 
-    bins, device = PacedBins.of_division(pace, division), data.config.mesh.device
+    bins, device = None, data.config.mesh.device
+    if pace is not None and isinstance(division, EvenDivision):  # else tasks keep it
+        bins = PacedBins(pace, division.expert_parallel, SystemClock())
     return Rank(make, seat.rank, seat.ranks, device, division, pace, bins)
 
 
 def division_of(data: JobData, ranks: int, apart: Apart | None = None) -> RoundDivision:
-    """How the job has its rounds computed by so many ranks, of which the planner may have set some
-    `apart`.
-    """
+    """Return how so many ranks compute rounds, of which the planner may set some `apart`."""
     if apart is not None:
         experts = ranks - apart.attention
         return ZebraDivision(apart.attention, experts, apart.micro_batches, apart.hosted)

@@ -1,11 +1,10 @@
-"""Gathers the gradient of a step: the sum over its rounds, by the core and by hybrids that lease
-some.
-"""
+"""Gathers the gradient of a step, by the core and by hybrids that lease rounds."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from common.api.trainer import RoundLease, RoundRequest, RoundResult
 from common.base.errors import DeadlineExceeded, Refused
@@ -14,21 +13,19 @@ from common.weights.bulk.port import BulkClient
 from kernels.cost import Calibration
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.division import Round
-from services.trainer.compute.gradient_transfer import collect
+from services.trainer.compute.gradient_transfer import collect, hybrid_name
 from services.trainer.gang.compute import Compute
-from services.trainer.hybrids.bin_rates import BinRates
 from services.trainer.hybrids.membership import HybridMembership
 from services.trainer.hybrids.round_board import RoundBoard
 
 PATIENT_ROUNDS = 5.0  # a leased round may take this many times as long as rounds take on average
 LEAST_ROUND_S = 1.0
 LONGEST_HOLD_S = 10.0  # longest wait of a hybrid's request while there is no round
+RATE_WEIGHT = 0.1  # a new bin's share in the mean rate of its class
 LOOK_S = 5.0  # how long the core waits for rounds before it looks again
 
 
 class UpdateRounds:
-    """The rounds of the update that is being computed."""
-
     def __init__(self, manifest: str, epoch: str) -> None:
         self.manifest, self.epoch = manifest, epoch
         self.board = RoundBoard()
@@ -49,7 +46,7 @@ class Gradients:
         self.costs = costs
         self.busy_s: dict[str, float] = {}  # by helper
         self.work_s = 0.0  # of each worker of all together, over all updates
-        self.rates = BinRates()  # tokens a second by the tokens of a bin, of the core
+        self._rates: dict[int, float] = {}  # mean tokens a second, by powers of two of a bin's
         self._work: UpdateRounds | None = None
         self._offered = asyncio.Event()  # there may be a round for a hybrid
         self._progress = asyncio.Event()  # something to look at for the core
@@ -63,17 +60,20 @@ class Gradients:
         self.timed: Callable[[float, float], None] = lambda began, took: None
         self._current = ""  # manifest of the weights that the next step begins with
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Tokens a second that the core trains bins at, by the fewest tokens of their class."""
+        return {str(size): round(self._rates[size], 1) for size in sorted(self._rates)}
+
     # -- hybrids ---------------------------------------------------------------------------------
 
     def joined(self, helper: str) -> int:
-        """The generation of a hybrid's new join."""
         now = self._mesh.clock.monotonic()
         for silent in [helper, *self.hybrids.silent(now)]:
             self._free(silent)
         return self.hybrids.join(helper, now)
 
     def left(self, helper: str, generation: int) -> None:
-        """A hybrid is gone: what it had is anybody's."""
         if self.hybrids.leave(helper, generation):
             self._free(helper)
 
@@ -99,7 +99,10 @@ class Gradients:
         index = None
         may = self.hybrids.asks(helper, request.generation, has, wanted, now) and not self.asleep
         if may and work is not None:
-            index = work.board.lease(helper, now + self._patience_s())
+            # A hybrid computes one after the other what ranks do at once.
+            patience_s = PATIENT_ROUNDS * self._compute.division.bins * self._round_s
+            patience_s = min(max(LEAST_ROUND_S, patience_s), self._bin_deadline_s)
+            index = work.board.lease(helper, now + patience_s)
         if not wanted or (index is None and has == wanted):
             return None
         bins = []
@@ -113,20 +116,13 @@ class Gradients:
             bins=bins,
         )
 
-    def _patience_s(self) -> float:
-        """How long a hybrid may take: it computes one after the other what ranks do at once."""
-        expected_s = PATIENT_ROUNDS * self._compute.division.bins * self._round_s
-        return min(max(LEAST_ROUND_S, expected_s), self._bin_deadline_s)
-
     def _free(self, helper: str) -> None:
         if self._work is not None and self._work.board.release(helper):
             self._offered.set()
             self._progress.set()
 
     async def done(self, result: RoundResult) -> None:
-        """Counts a hybrid's result, unless the step has moved on or another came first. Fenced if
-        it is no hybrid any more.
-        """
+        """Count a hybrid's result, if it is the first in time; Fenced if it is one no more."""
         self.hybrids.gives(result.helper, result.generation, self._mesh.clock.monotonic())
         work = self._work
         if work is None or result.epoch != work.epoch:
@@ -139,9 +135,8 @@ class Gradients:
         if not work.board.claim(result.index):
             return
         try:
-            gradient = await collect(
-                self._mesh, self._bulk, result.helper, result.pieces, self._compute.size
-            )
+            about = hybrid_name(result.helper), result.pieces, self._compute.size
+            gradient = await collect(self._mesh, self._bulk, *about)
             if self._work is not work:  # the core has computed it meanwhile
                 return
             await self._compute.keep(result.index, gradient)
@@ -158,9 +153,7 @@ class Gradients:
     # -- the core --------------------------------------------------------------------------------
 
     def announce(self, manifest: str) -> None:
-        """There are weights that the next step begins with: hybrids fetch them before they are
-        needed.
-        """
+        """Have hybrids fetch the weights that the next step begins with."""
         self._current = manifest
         self.hybrids.wanted(manifest)
         self._offered.set()
@@ -183,7 +176,6 @@ class Gradients:
         self._progress.set()
 
     def close(self) -> None:
-        """No more rounds will come."""
         self._at_work().board.closed = True
         self._progress.set()
 
@@ -195,7 +187,12 @@ class Gradients:
                 self._progress.clear()
                 index = work.board.take(self._mesh.clock.monotonic())
                 if index is None:
-                    await self._others(work)
+                    # Until a round or a result comes, or a hybrid's lease runs out.
+                    expiry, now = work.board.next_expiry(), self._mesh.clock.monotonic()
+                    left_s = LOOK_S if expiry is None else min(LOOK_S, max(0.01, expiry - now))
+                    with suppress(DeadlineExceeded):
+                        async with self._mesh.clock.timeout(left_s, "rounds"):
+                            await self._progress.wait()
                 else:
                     await self._own(work, index)
         finally:
@@ -217,7 +214,11 @@ class Gradients:
         self._spent(self._core, took, len(work.rounds[index]))
         lengths = [bin.lengths.tolist() for bin in work.rounds[index]]
         for one in lengths if took > 0 else ():
-            self.rates.add(sum(one), sum(one) / took)
+            tokens = sum(one)
+            if tokens:
+                size = 1 << (tokens.bit_length() - 1)
+                mean = self._rates.get(size, tokens / took)
+                self._rates[size] = mean + RATE_WEIGHT * (tokens / took - mean)
         self.costs.learn(max(lengths, key=self.costs.cost().of), took)  # the others wait for it
         if work.board.done(index):
             work.stats[index] = stats
@@ -226,14 +227,3 @@ class Gradients:
     def _spent(self, helper: str, seconds: float, workers: int = 1) -> None:
         self.busy_s[helper] = self.busy_s.get(helper, 0.0) + seconds
         self.work_s += seconds * workers
-
-    async def _others(self, work: UpdateRounds) -> None:
-        """Returns when a round or a result comes, or a hybrid's lease runs out."""
-        expiry = work.board.next_expiry()
-        now = self._mesh.clock.monotonic()
-        left_s = LOOK_S if expiry is None else min(LOOK_S, max(0.01, expiry - now))
-        try:
-            async with self._mesh.clock.timeout(left_s, "rounds"):
-                await self._progress.wait()
-        except DeadlineExceeded:
-            return

@@ -54,17 +54,13 @@ class HybridMembership:
         return self._generations
 
     def wanted(self, manifest: str) -> None:
-        """Takes in that rounds will need these weights: a member that has others is not ready any
-        more.
-        """
+        """Take in that rounds will need these weights, so that who has others is not ready."""
         for member in self._members.values():
             if member.manifest != manifest:
                 member.stage = HelperStage.FETCHING
 
     def asks(self, helper: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
-        """Whether a member that has the weights `manifest` may lease rounds that need `wanted`.
-        Fenced if its join has ended.
-        """
+        """Whether a member with `manifest` may lease rounds that need `wanted`; or Fenced."""
         member = self._member(helper, generation)
         member.heard_s, member.manifest = now, manifest
         if not manifest or manifest != wanted:

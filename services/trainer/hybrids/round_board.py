@@ -57,11 +57,8 @@ class RoundBoard:
         What is late goes first, because results are added in the order of rounds: all that come
         after it have to be kept meanwhile.
         """
-        late = [
-            index
-            for index, lease in self._leases.items()
-            if lease.until <= now and not self._is_sure(index)
-        ]
+        leases = self._leases.items()
+        late = [i for i, lease in leases if lease.until <= now and not self._is_sure(i)]
         index = min(late) if late else self._free()
         if index is not None:
             self._taken.add(index)
@@ -80,9 +77,7 @@ class RoundBoard:
         return min(waiting, default=None)
 
     def claim(self, index: int) -> bool:
-        """A hybrid's result has come, and is being kept; False when another one came first or there
-        is no such round.
-        """
+        """Take in a hybrid's result, to be kept; False if another was first, or of no round."""
         if not 0 <= index < self.count or index in self.results or index in self._coming:
             return False
         self._coming.add(index)
@@ -104,7 +99,6 @@ class RoundBoard:
         return True
 
     def _free(self) -> int | None:
-        """The first round that nobody has, if it is not too far from the first missing one."""
         for index in range(self._first, min(self.count, self._first + AHEAD)):
             if index not in self.results and index not in self._leases and not self._is_sure(index):
                 return index

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.ranks import (
@@ -52,16 +51,12 @@ from common.state.pool.workers.seat import Seat
 from common.weights.bulk.port import BulkClient
 from common.weights.ways.meeting import meetings_of, spans_hosts
 from services.trainer.bins.packing import Bin
-from services.trainer.compute.gradient_transfer import collect_rows, read
+from services.trainer.compute.gradient_transfer import collect, read
 from services.trainer.ranks import interfaces
 from services.trainer.ranks.asleep import RankRows
 from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.restoring import RankRestoring
-from services.trainer.ranks.saving import RankSaving
-from services.trainer.ranks.staging import RankStaging
+from services.trainer.ranks.saving import RankRestoring, RankSaving, RankStaging
 from services.trainer.ranks.thread import RankThread
-
-T = TypeVar("T")
 
 ORDERED_S = 600.0  # for rank 0 to bring all ranks to a tier
 LOOK_S = 0.05  # how often it is seen whether it has
@@ -81,16 +76,15 @@ class RankActor(Actor):
         self._meetings = meetings_of(mesh.settings)
         self._thread = RankThread(mesh, group_s)
         self._bulk = BulkClient(mesh)
-        self._staging = RankStaging(mesh, self._bulk, rank, self._thread.run)
         about = mesh, self._bulk, data, rank, self._thread.run
         self._saving, self._restoring = RankSaving(*about), RankRestoring(*about)
+        self._staging = RankStaging(*about)
         self._drained = asyncio.Event()
         self._epoch = 0  # of the last wish
         places = Places(mesh, *mesh.settings.places)
         self._rows = RankRows(rank, self._thread.run, places, mesh.name)
 
     def published(self) -> dict[str, Any]:
-        """Return what the registry gets."""
         late = self._rank.late
         stats = RankStats(
             paced=late.get("paced"),
@@ -129,17 +123,13 @@ class RankActor(Actor):
                     break
                 await self._mesh.clock.sleep(LOOK_S)
         if wish.tier == Tier.ACCELERATOR:
-            await self._copy_goes()
+            # Until rank 0 has had what it kept forgotten, when all ranks have theirs again; if that
+            # does not come, it is told as held.
+            until = self._mesh.clock.monotonic() + FORGOTTEN_S
+            while self._rows.copied and self._mesh.clock.monotonic() < until:
+                await self._mesh.clock.sleep(LOOK_S)
         held = places.held
         return Settled(self._rows.bytes, held[Tier.MEMORY], held[Tier.DISK])
-
-    async def _copy_goes(self) -> None:
-        """Until rank 0 has had what it kept forgotten, when all ranks have theirs again; if that
-        does not come, it is told as held.
-        """
-        until = self._mesh.clock.monotonic() + FORGOTTEN_S
-        while self._rows.copied and self._mesh.clock.monotonic() < until:
-            await self._mesh.clock.sleep(LOOK_S)
 
     @call(Ranks.rest)
     async def rest(self, order: Rest) -> OrderDone:
@@ -171,7 +161,7 @@ class RankActor(Actor):
         if not wide:
             below(self._meetings, meeting.where, self._mesh.name)
         interface = interfaces.wide(self._mesh.settings) if wide else interfaces.LOOPBACK
-        await self._work(FORM_S, self._rank.form, meeting, interface)
+        await self._thread.run(self._rank.form, meeting, interface, deadline_s=FORM_S)
         return OrderDone()
 
     @call(Ranks.begin)
@@ -184,42 +174,43 @@ class RankActor(Actor):
     async def compute(self, part: RoundPart) -> RoundStats:
         self._check(part.generation)
         bins = [Bin.from_arrays(bin) for bin in part.bins]
-        stats = await self._work(COMPUTE_S, self._rank.compute, part.index, bins)
+        stats = await self._thread.run(self._rank.compute, part.index, bins, deadline_s=COMPUTE_S)
         return RoundStats([asdict(one) for one in stats])
 
     @call(Ranks.keep)
     async def keep(self, lent: LentGradient) -> OrderDone:
         self._check(lent.generation)
         path = below(self._meetings, lent.path, self._mesh.name) if lent.path else None
-        keep = self._rank.keeping(cut=path is None)
+        keep, run = self._rank.keeping(cut=path is None), self._mesh.host.run_blocking
         if path is not None:
-            numbers = await self._blocking(read, str(path), lent.size)
+            numbers = await run(read, str(path), lent.size, deadline_s=MOVE_S)
         else:
-            core = f"trainer/{self._seat.job}"
-            numbers = await collect_rows(self._mesh, self._bulk, core, lent)
-        await self._blocking(keep, lent.index, numbers)
+            about = f"trainer/{self._seat.job}", lent.pieces, lent.size, lent.bulk
+            numbers = await collect(self._mesh, self._bulk, *about)
+        await run(keep, lent.index, numbers, deadline_s=MOVE_S)
         return OrderDone()
 
     @call(Ranks.adopt)
     async def adopt(self, order: Adopt) -> OrderDone:
         self._check(order.generation)
         settings = AlgorithmConfig(**order.algorithm), OptimizerConfig(**order.optimizer)
-        await self._work(ADOPT_S, self._rank.learner.adopt, *settings)
+        await self._thread.run(self._rank.learner.adopt, *settings, deadline_s=ADOPT_S)
         return OrderDone()
 
     @call(Ranks.apply)
     async def apply(self, update: Update) -> Norm:
         self._check(update.generation)
-        norm = await self._work(
-            COMPUTE_S, self._rank.apply, update.rounds, update.denominator, update.lr_factor
-        )
+        about = update.rounds, update.denominator, update.lr_factor
+        norm = await self._thread.run(self._rank.apply, *about, deadline_s=COMPUTE_S)
         return Norm(norm)
 
     @call(Ranks.score)
     async def score(self, part: ScorePart) -> Scores:
         self._check(part.generation)
         bin = Bin.from_arrays(part.bin)
-        return Scores(await self._work(COMPUTE_S, self._rank.score, bin, part.what))
+        return Scores(
+            await self._thread.run(self._rank.score, bin, part.what, deadline_s=COMPUTE_S)
+        )
 
     @call(Ranks.stage)
     async def stage(self, order: StageRows) -> OrderDone:
@@ -250,20 +241,8 @@ class RankActor(Actor):
     @call(Ranks.take)
     async def take(self, taking: Taking) -> OrderDone:
         self._check(taking.generation)
-        await self._work(MOVE_S, self._rank.learner.take, taking.names, None)
+        await self._thread.run(self._rank.learner.take, taking.names, None, deadline_s=MOVE_S)
         return OrderDone()
-
-    @call(Ranks.taken)
-    async def taken(self, taking: Taking) -> OrderDone:
-        self._check(taking.generation)
-        await self._work(MOVE_S, self._rank.learner.taken)
-        return OrderDone()
-
-    async def _blocking(self, work: Callable[..., T], *args: Any) -> T:
-        return await self._mesh.host.run_blocking(work, *args, deadline_s=MOVE_S)
-
-    async def _work(self, deadline_s: float, work: Callable[..., T], *args: Any) -> T:
-        return await self._thread.run(work, *args, deadline_s=deadline_s)
 
     def _check(self, generation: int) -> None:
         if generation != self._generation:

@@ -14,14 +14,8 @@ from services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from services.trainer.ranks.rank import Rank
 
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
-SAME = (
-    "job",
-    "lineage",
-    "version",
-    "manifest",
-    "ranks",
-    "counts",
-)  # of what all ranks have kept together
+# Of what all ranks have kept together.
+SAME = ("job", "lineage", "version", "manifest", "ranks", "counts")
 
 
 class RankRows:
@@ -35,13 +29,11 @@ class RankRows:
 
     @property
     def bytes(self) -> int:
-        """That they take on the accelerator."""
         awake = self.tier == Tier.ACCELERATOR or self._copy == Tier.ACCELERATOR
         return self._rank.bytes if awake else 0
 
     @property
     def copied(self) -> bool:
-        """Whether a copy of them is kept."""
         return self._copy != Tier.ACCELERATOR
 
     async def obey(self, order: Rest) -> None:

@@ -22,9 +22,7 @@ class Errand(Generic[T]):
         self._task: asyncio.Task[T] | None = None
 
     async def asked(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-        """What `work` returns or raises, which is begun once for a `key` and ends that of another;
-        None while it goes on. RankLost when it was given up meanwhile.
-        """
+        """Return what `work`, begun once for a `key`, does; None while it goes on; RankLost."""
         if self._task is None or key != self._key:
             await self.close()
             self._key, self._task = key, asyncio.create_task(work(), name="errand")
@@ -36,7 +34,6 @@ class Errand(Generic[T]):
         return task.result() if task.done() else None
 
     async def close(self) -> None:
-        """What is under way is given up."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

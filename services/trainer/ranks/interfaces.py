@@ -31,6 +31,5 @@ def use(interface: str) -> None:
 
 
 def _operators(variable: str) -> str:
-    """What somebody else has set it to."""
     value = os.environ.get(variable, "")
     return "" if value == _ours.get(variable) else value

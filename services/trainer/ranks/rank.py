@@ -206,9 +206,7 @@ class Rank:
         return stats
 
     def keeping(self, cut: bool = False) -> Callable[[int, NDArray[np.float32]], None]:
-        """What keeps a hybrid's gradient of a round, this rank's part of it, in the step of now and
-        in no later one. It is given the whole, or with `cut` that part alone.
-        """
+        """Return what keeps a hybrid's gradient in this step: the whole, or with `cut` a part."""
         learner, gradients = self.learner, self._gradients
 
         def keep(index: int, numbers: NDArray[np.float32]) -> None:

@@ -1,38 +1,61 @@
-"""How a rank beside the first saves its own rows, as rank 0 orders."""
+"""How a rank beside the first saves, restores and stages its own rows, as rank 0 orders."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from common.api.ranks import MOVE_S, RowsSaved, SavedFiles, SaveRows, Trouble
-from common.base.errors import MeshError
+from common.api.ranks import (
+    MOVE_S,
+    RestoreRows,
+    RowsRestored,
+    RowsSaved,
+    RowsStaged,
+    SavedFiles,
+    SaveRows,
+    StagedRows,
+    StageRows,
+    Trouble,
+)
+from common.base.errors import MeshError, RankLost
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.mesh import Mesh
 from common.records.checkpoints import STATE, files_below
 from common.weights.bulk.port import BulkClient
+from common.weights.layout.laying import How
+from common.weights.staging import Stager
 from common.weights.store.weight_store import put_file
 from services.trainer.ranks.errand import Errand
 from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.trouble import UNWRITABLE, tried, trouble_of
-from services.trainer.rows.saved import save_rows
+from services.trainer.ranks.trouble import UNREADABLE, UNWRITABLE, tried, trouble_of
+from services.trainer.rows.checkpoint_files import checkpoint_files
+from services.trainer.rows.filling import masters_of
+from services.trainer.rows.saved import RowsMissing, SavedRows, files_for, save_rows
 
+T = TypeVar("T")
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
 
 
-class RankSaving:
-    """The part of a rank other than 0 in a gang's saving."""
+class _Part(Generic[T]):
+    """The part of a rank other than 0 in what a gang does with its rows."""
 
     def __init__(self, mesh: Mesh, bulk: BulkClient, data: JobData, rank: Rank, run: Run) -> None:
         self._mesh, self._bulk, self._data = mesh, bulk, data
         self._rank, self._run = rank, run
-        self._errand = Errand[SavedFiles]()
-        self._begun: Path | None = None  # what it writes for rank 0 on another host
+        self._errand = Errand[T]()
+
+    async def close(self) -> None:
+        await self._errand.close()
+
+
+class RankSaving(_Part[SavedFiles]):
+    _begun: Path | None = None  # what it writes for rank 0 on another host
 
     def _path(self, host: str, name: str) -> Path:
         """Beside what rank 0 writes if that is on this host, else a directory of its own."""
@@ -40,9 +63,7 @@ class RankSaving:
         return self._data.here / "checkpoints" / Path(own).name / STATE
 
     async def save(self, order: SaveRows) -> Trouble:
-        """Writes its rows of some tensors; what hinders that is the answer, or the group would be
-        lost for it.
-        """
+        """Write rows of some tensors; the answer says what hinders it, lest the group be lost."""
         path = self._path(order.host, order.name)
         if order.host != self._mesh.settings.host and path != self._begun:
             await self.clear()  # rank 0 has given the one before up
@@ -60,13 +81,16 @@ class RankSaving:
         return SavedFiles(goes_on=True) if found is None else found
 
     async def clear(self) -> None:
-        """What was begun for rank 0 on another host is given up, also what an earlier process of
-        this rank has left.
-        """
+        """Give up what was begun for rank 0 on another host, also by an earlier process."""
         await self._errand.close()
         self._begun = None
-        run, directory = self._mesh.host.run_blocking, self._data.here / "checkpoints"
-        await run(remove_scratch, directory, self._rank.rank, deadline_s=MOVE_S)
+        left = self._data.here / "checkpoints"
+
+        def remove() -> None:
+            for path in left.glob(f"step-*.*.{self._rank.rank}"):
+                shutil.rmtree(path, ignore_errors=True)
+
+        await self._mesh.host.run_blocking(remove, deadline_s=MOVE_S)
 
     async def _stored(self, order: RowsSaved) -> SavedFiles:
         run, path = self._mesh.host.run_blocking, self._path(order.host, order.name)
@@ -82,10 +106,82 @@ class RankSaving:
         return SavedFiles(files)
 
 
-def remove_scratch(directory: Path, rank: int) -> None:
-    """Removes what a rank has of its own below the directory of checkpoints. It blocks."""
-    for path in directory.glob(f"step-*.*.{rank}"):
-        shutil.rmtree(path, ignore_errors=True)
+class RankRestoring(_Part[Trouble]):
+    async def restore(self, order: RestoreRows) -> RowsRestored:
+        """Has the rows of a checkpoint, which may take as long as their way does; what hinders that
+        and can be mended is the answer, or the group would be lost for it.
+        """
+        key = order.generation, order.number
+        trouble = await self._errand.asked(key, partial(self._restored, order))
+        return RowsRestored(goes_on=True) if trouble is None else RowsRestored(trouble)
+
+    async def _restored(self, order: RestoreRows) -> Trouble:
+        rank = self._rank
+        below = [] if self._data.at_home else files_for(order.files, rank.rank, rank.ranks)
+        try:
+            if below:
+                with suppress(RowsMissing):  # rows may have been cut otherwise
+                    await self._from_files(order, below)
+                    return Trouble()
+            await self._from_files(order, [STATE])
+        except UNREADABLE as error:
+            return trouble_of(error)
+        return Trouble()
+
+    async def _from_files(self, order: RestoreRows, below: Sequence[str]) -> None:
+        mesh, run = self._mesh, self._mesh.host.run_blocking
+        checked = self._data.at_home and order.host == mesh.settings.host
+        listed = {} if checked else order.files
+        files = checkpoint_files(mesh, self._bulk, self._data, order.name, listed, below)
+        async with files as directory:
+            saved = await run(SavedRows, directory / STATE, deadline_s=MOVE_S)
+            own = self._rank.learner.rows(self._rank.learner.outline(False))
+            fill = await masters_of(mesh, self._bulk, order.manifest, saved, own)
+            await self._run(self._rank.learner.restore, saved, fill, deadline_s=MOVE_S)
+
+
+class RankStaging(_Part[StagedRows]):
+    _number = 0
+    _stager: Stager | None = None
+
+    async def stage(self, order: StageRows) -> None:
+        """Copies what is ordered; a new staging ends the one before."""
+        if self._stager is None or order.number != self._number:
+            await self.close()
+            how = How(order.dtype, order.chunk_bytes, order.write)
+            self._stager = Stager(self._mesh, self._bulk, how, order.what)
+            self._number = order.number
+        stager = self._stager
+        rows = partial(self._rank.learner.rows, order.names, order.part, order.parts)
+        stager.write(await self._run(stager.lay, rows, deadline_s=MOVE_S))
+
+    async def staged(self, order: RowsStaged) -> StagedRows:
+        """What lies where, once all was staged, however long the disk is full; RankLost when
+        nothing was.
+        """
+        stager = self._stager
+        if stager is None or order.number != self._number:
+            raise RankLost("nothing of this staging is here", where=self._mesh.name)
+        key = order.number, order.whole
+        found = await self._errand.asked(key, partial(self._staged, stager, order.whole))
+        if found is None:
+            return StagedRows(goes_on=True)
+        if not order.whole:
+            await self._errand.close()  # the next one waits anew
+        return found
+
+    async def _staged(self, stager: Stager, whole: bool) -> StagedRows:
+        if whole:
+            laid = await stager.end()
+            return StagedRows(laid.pieces, laid.image, laid.masters)
+        await stager.settled()
+        return StagedRows()
+
+    async def close(self) -> None:
+        await super().close()
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            await stager.close()
 
 
 @torch.no_grad()

@@ -1,6 +1,4 @@
-"""Runs a rank's arithmetic on a thread, one piece at a time. What a collective still holds after a
-rank was lost is waited for before the next piece.
-"""
+"""Runs a rank's arithmetic on a thread, and waits for what a lost collective holds."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ MARGIN_S = 30.0
 
 
 class RankThread(SerialExecutor):
-    """`group_s` is the deadline of the group's collectives. A thread that neither abort nor this
-    has ended ends the process.
-    """
+    """One with collectives of deadline `group_s`, past which the process ends itself."""
 
     def __init__(self, mesh: Mesh, group_s: float) -> None:
         super().__init__(mesh, group_s + MARGIN_S)
@@ -30,7 +26,17 @@ class RankThread(SerialExecutor):
 
     async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
         """What `work` returns; RankLost when a collective of it fails."""
-        return await super().run(_told(work), *args, deadline_s=deadline_s)
+
+        @wraps(work)
+        def told(*args: Any) -> T:
+            try:
+                return work(*args)
+            except RuntimeError as error:
+                if of_the_group(error):
+                    raise RankLost(f"a collective failed: {error}") from error
+                raise
+
+        return await super().run(told, *args, deadline_s=deadline_s)
 
     async def leave(self, leave: Callable[[], None]) -> None:
         """Runs `leave`, which ends the group, beside what runs; once for all who ask meanwhile."""
@@ -39,18 +45,3 @@ class RankThread(SerialExecutor):
             self._leaving = asyncio.create_task(running, name="leave")
             self._leaving.add_done_callback(looked_at)
         await asyncio.shield(self._leaving)
-
-
-def _told(work: Callable[..., T]) -> Callable[..., T]:
-    """`work`, with errors that tell a lost rank from a mistake of this one."""
-
-    @wraps(work)
-    def run(*args: Any) -> T:
-        try:
-            return work(*args)
-        except RuntimeError as error:
-            if of_the_group(error):
-                raise RankLost(f"a collective failed: {error}") from error
-            raise
-
-    return run

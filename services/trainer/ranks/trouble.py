@@ -1,6 +1,4 @@
-"""What hinders a rank and can be mended travels as an answer: an error would lose the group, and
-with it the step.
-"""
+"""What hinders a rank and can be mended travels as an answer: an error loses the group."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ UNWRITABLE = StorageFull, OSError  # it is tried again with the next checkpoint
 
 
 def trouble_of(error: MeshError | OSError) -> Trouble:
-    """As it travels."""
     if isinstance(error, MeshError):
         return Trouble(error.code, error.message, error.where, error.fix)
     return Trouble(OF_THE_SYSTEM, f"{type(error).__name__}: {error}")

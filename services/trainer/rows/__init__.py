@@ -1,3 +1,1 @@
-"""The files of a saved state and of a version, and the rows that a process reads of them. Open
-`saved.py` first.
-"""
+"""The files of a saved state, and the rows in them. Open `saved.py` first."""

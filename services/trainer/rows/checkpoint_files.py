@@ -40,18 +40,18 @@ async def checkpoint_files(
     # Each use has its own: they overlap, of several ranks of a host and within one.
     uses = data.here / "restored" / mesh.name.replace("/", "-")
     copy = uses / f"{mesh.incarnation}-{mesh.random.token(4)}-{name}"
+
+    def remove_left() -> None:
+        """Removes the copies of earlier processes of the name, which were killed."""
+        for left in uses.glob("*"):
+            if not left.name.startswith(mesh.incarnation):
+                shutil.rmtree(left, True)
+
     try:
-        await run(_remove_left, uses, mesh.incarnation, deadline_s=CHECK_S)
+        await run(remove_left, deadline_s=CHECK_S)
         await fetch_checkpoint(mesh, bulk, data.id, name, below, copy)
         for part in below:
             await run(check_files, copy, files, part, deadline_s=CHECK_S)
         yield copy
     finally:
         await run(shutil.rmtree, copy, True, deadline_s=CHECK_S)
-
-
-def _remove_left(uses: Path, incarnation: str) -> None:
-    """Removes the copies of earlier processes of the name, which were killed."""
-    for copy in uses.glob("*"):
-        if not copy.name.startswith(incarnation):
-            shutil.rmtree(copy, True)

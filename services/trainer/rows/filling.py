@@ -1,6 +1,4 @@
-"""Puts what was saved back into the rows that somebody trains: of the version's image what lies in
-them, wherever its pieces were cut.
-"""
+"""Puts what was saved back into the rows that somebody trains, however it was cut."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from common.api.weights import Manifest
 from common.base.errors import Damaged
 from common.mesh.runtime.mesh import Mesh
 from common.weights.bulk.port import BulkClient
@@ -38,7 +35,10 @@ async def masters_of(
     image: Image | None = None
     if wanted:
         receiver = Receiver(mesh, bulk)
-        _check_types(manifest, await receiver.manifest(manifest), {n: own[n] for n in wanted})
+        for piece in (await receiver.manifest(manifest)).tensors:
+            if piece.name in wanted and itemsize(piece) < own[piece.name].rows.element_size():
+                what = f"version {manifest} has {piece.name} in {piece.dtype} alone"
+                raise RowsMissing(f"{what}, and its masters were not saved")
         image = await receiver.receive(manifest, wanted, fresh=True)
 
     def fill(name: str, part: Part) -> None:
@@ -51,15 +51,6 @@ async def masters_of(
             fill_from(image, name, part)
 
     return fill
-
-
-def _check_types(digest: str, version: Manifest, own: Mapping[str, Part]) -> None:
-    for piece in version.tensors:
-        part = own.get(piece.name)
-        if part is None or itemsize(piece) >= part.rows.element_size():
-            continue
-        what = f"version {digest} has {piece.name} in {piece.dtype} alone"
-        raise RowsMissing(f"{what}, and its masters were not saved")
 
 
 @torch.no_grad()

@@ -67,9 +67,7 @@ def sync_all(path: Path) -> None:
 
 
 def files_for(paths: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """Of a state's files those with a rank's rows, and rank 0's with what all have alike; empty
-    when another number of ranks wrote them, so that any may have some of its rows.
-    """
+    """Return the files of a state with a rank's rows; empty: other ranks cut them."""
     writers: dict[int, list[str]] = {}
     for path in paths:
         if (found := _WRITER.fullmatch(Path(path).name)) is not None:
@@ -81,8 +79,6 @@ def files_for(paths: Iterable[str], rank: int, ranks: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _Saved:
-    """Rows that lie in a file."""
-
     file: Path
     begin: int  # of their bytes in it
     dtype: torch.dtype
@@ -91,7 +87,6 @@ class _Saved:
 
     @property
     def width(self) -> int:
-        """Numbers in a row."""
         return math.prod(self.shape[1:])
 
     @property

@@ -26,7 +26,7 @@ class Lent:
         self.core, self.hybrid, self.outbox = core, hybrid, outbox
 
     async def collected(self, pieces: list[str], size: int = SIZE) -> torch.Tensor:
-        found = await collect(self.core, BulkClient(self.core), GANG, pieces, size)
+        found = await collect(self.core, BulkClient(self.core), hybrid_name(GANG), pieces, size)
         return torch.from_numpy(found)
 
 

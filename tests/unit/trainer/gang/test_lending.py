@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from common.api.ranks import LentGradient
 from common.base.clock import SystemClock
 from common.base.errors import NotFound
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.weights.bulk.port import BulkClient
-from services.trainer.compute.gradient_transfer import PIECE_BYTES, collect_rows, read
+from services.trainer.compute.gradient_transfer import PIECE_BYTES, collect, read
 from services.trainer.gang.lending import Lending
 from sim.redis.state import simulated_state
 from tests.meshes import on_sockets
@@ -46,18 +47,20 @@ async def test_each_rank_gets_its_rows_and_nothing_stays(tmp_path: Path) -> None
     lending = Lending(core, JOB, RANKS, tmp_path / "here/mesh/gangs")
     await lending.begin({2, 3})
     bulk = BulkClient(far)
+
+    async def collected(order: LentGradient) -> NDArray[np.float32]:
+        return await collect(far, bulk, CORE, order.pieces, order.size, order.bulk)
+
     for generation in (1, 2):
         whole = np.random.default_rng(generation).random(SIZE + 1000, np.float32)
         async with lending.lent(generation, 0, whole, rows) as orders:
             near, second, third = orders
             assert np.array_equal(read(near.path, near.size), whole)
             assert len(second.pieces) == 2 and not second.path
-            assert (await collect_rows(far, bulk, CORE, second)).tobytes() == rows(
-                whole, 2
-            ).tobytes()
-            assert (await collect_rows(far, bulk, CORE, third)).size == 0
+            assert (await collected(second)).tobytes() == rows(whole, 2).tobytes()
+            assert (await collected(third)).size == 0
         with pytest.raises(NotFound):
-            await collect_rows(far, bulk, CORE, second)
+            await collected(second)
         assert files_below(tmp_path) == []
     await far.leave()
     await core.leave()

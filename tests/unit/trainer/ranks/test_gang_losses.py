@@ -52,9 +52,9 @@ from common.weights.layout.laying import How
 from common.weights.ways.meeting import NoPort
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.compute.gradient_transfer import read
-from services.trainer.compute.saving import StateSaving
 from services.trainer.gang.compute import Compute
 from services.trainer.gang.group import RankGroup
+from services.trainer.gang.saving import GangSaving, LocalSaving
 from services.trainer.ranks.rank import Rank, join_group, of_the_group
 from services.trainer.sharding.learners import ShardedLearner
 from sim.redis.state import simulated_state
@@ -285,7 +285,7 @@ async def test_what_rank_0_finds_damaged_is_told_and_the_group_restores_somethin
 async def test_a_checkpoint_that_cannot_be_written_leaves_the_group_as_it_is(
     gang: Gang, tmp_path: Path
 ) -> None:
-    def saving(name: str) -> StateSaving:
+    def saving(name: str) -> LocalSaving | GangSaving:
         return gang.compute.saving(tmp_path / name / "state", masters=True)
 
     first, *rest = list(saving("names").outline)

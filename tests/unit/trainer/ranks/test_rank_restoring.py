@@ -18,7 +18,7 @@ from common.job.config import JobConfig
 from common.records.checkpoints import checkpoint_name, digests_below
 from common.weights.layout.laying import Part
 from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.restoring import RankRestoring
+from services.trainer.ranks.saving import RankRestoring
 from services.trainer.rows.saved import SavedRows, save_rows
 from tests.unit.common.base.files.harms import HARMS
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store

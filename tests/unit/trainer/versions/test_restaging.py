@@ -14,9 +14,9 @@ from common.state.pool.workers.seat import Seat
 from common.weights.layout.laying import How, Laid
 from common.weights.receive import Receiver
 from loadtests.weights.whole import staged_whole
-from services.trainer.compute.staging import WeightStaging
 from services.trainer.core.core import TrainerCore
 from services.trainer.gang.compute import Compute
+from services.trainer.gang.saving import GangStaging
 from services.trainer.ranks.rank import Rank
 from services.trainer.versions.publishing import VersionIdentity
 from tests.unit.trainer.versions.test_restoring import Trained, trained
@@ -30,14 +30,19 @@ class Slow(Compute):
 
     stagings, cut = 0, False
 
-    def staging(self, how: How, what: str) -> WeightStaging:
+    def staging(self, how: How, what: str) -> GangStaging:
         return SlowStaging(self, super().staging(how, what))
 
 
-class SlowStaging:
-    def __init__(self, compute: Slow, inner: WeightStaging) -> None:
+class SlowStaging(GangStaging):
+    def __init__(self, compute: Slow, inner: GangStaging) -> None:
         self._compute, self._inner = compute, inner
-        self.settled, self.close = inner.settled, inner.close
+
+    async def settled(self) -> None:
+        await self._inner.settled()
+
+    async def close(self) -> None:
+        await self._inner.close()
 
     async def copy(self, names: Sequence[str], part: int, parts: int) -> None:
         try:
