@@ -1,11 +1,8 @@
-"""The core of a training gang: it leases groups, has their rounds computed, steps, stages,
-commits.
-"""
+"""The core of a gang: leases groups, has their rounds computed, steps, stages, commits."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from common.api.calls.role import Drain, Drained, Settle, Settled
 from common.api.stats import CoreStats
@@ -47,9 +44,7 @@ from services.trainer.core.sleeping import CoreSleeper
 from services.trainer.gang.compute import Compute
 from services.trainer.gang.lost_ranks import RankLosses
 from services.trainer.hybrids.gradients import Gradients
-from services.trainer.initial.beginning import (
-    outline,
-)
+from services.trainer.initial.beginning import outline
 from services.trainer.steps.batch import Refill, staleness
 from services.trainer.steps.intake import Intake
 from services.trainer.steps.step import TrainingStep
@@ -57,8 +52,6 @@ from services.trainer.steps.timing import StepTimes
 from services.trainer.versions.checkpointing import Checkpoints
 from services.trainer.versions.publishing import Publisher
 from services.trainer.versions.restoring import Restoring
-
-T = TypeVar("T")
 
 PHASE_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
 
@@ -68,13 +61,7 @@ class TrainerCore(Actor):
 
     interface = Trainer
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        data: JobData,
-        seat: Seat,
-        compute: Compute,
-    ) -> None:
+    def __init__(self, mesh: Mesh, data: JobData, seat: Seat, compute: Compute) -> None:
         self.mesh, self.data, self.seat = mesh, data, seat
         self.compute, self.runner = compute, compute.runner
         self.turns, self.nap = self.runner.turns, self.runner.nap
@@ -95,8 +82,7 @@ class TrainerCore(Actor):
         self.counters = StepCounters(mesh, self.runner, self.intake)
         self.checkpoints = Checkpoints(mesh, data, compute, model, self.publisher, self.enter)
         self.first = FirstVersion(mesh, data, compute)
-        made = self.position, self.publisher, self.checkpoints
-        self.commits = Commits(mesh, data, compute, *made, self.enter, self.gradients.announce)
+        self.commits = Commits(self)
         self.times = StepTimes(mesh, data)
         self.gradients.timed, self.checkpoints.timed = self.times.round, self.times.checkpoint
         self.sleeper = CoreSleeper(self)
@@ -134,13 +120,12 @@ class TrainerCore(Actor):
             wait_s=counters.wait_s,
             work=measured.told(counters.work(gradients)),
             parts=counters.parts.last_seconds,
-            bin_tokens_per_s=gradients.rates.table,
+            bin_tokens_per_s=gradients.rates,
             warm_start=self.first.fraction,
             hybrids=gradients.hybrids.stages(),
         )
 
     def published(self) -> dict[str, Any]:
-        """Return what the registry gets."""
         residents = self.seat.stats() | self.tiers.stats() | self.turns.stats()
         return residents | self.publisher.stats() | self.stats().encoded()
 
@@ -180,22 +165,20 @@ class TrainerCore(Actor):
         ready = self.intake.awake.is_set() and self.ready
         if not ready or request.manifest != position.manifest:
             return Restaged(False, later=True)
+
+        async def mended() -> bool:
+            """From the last checkpoint, where other ranks have cut its chunks otherwise."""
+            about = self.mesh, self.bulk, self.data, self.compute, self.enter
+            name = self.checkpoints.name
+            return bool(name) and await Restoring(*about).mended(name, request.manifest)
+
         about = position.born, position.version, request.manifest
-        done = await self.publisher.joined_staging(*about, partial(self._mended, request.manifest))
+        done = await self.publisher.joined_staging(*about, mended)
         self.mesh.telemetry.log.warning("restage", manifest=request.manifest, done=done)
         if done is None:
             return Restaged(False, later=True)
         # An evaluation may hold the next version back for long, and it comes.
         return Restaged(done, later=not done and position.updating > position.version)
-
-    async def _mended(self, manifest: str) -> bool:
-        """Writes the current version again from the last checkpoint: other ranks have staged it, or
-        an earlier MeshRL, in chunks that these would cut otherwise.
-        """
-        if not self.checkpoints.name:
-            return False
-        about = self.mesh, self.bulk, self.data, self.compute, self.enter
-        return await Restoring(*about).mended(self.checkpoints.name, manifest)
 
     @call(Trainer.drain)
     def drain(self, request: Drain) -> Drained:
@@ -207,9 +190,7 @@ class TrainerCore(Actor):
         return await self.tiers.settle(wish)
 
     def standing(self, tier: str = "") -> dict[str, Any]:
-        """Describe the weights as they are now, for a process that goes on from them; `tier` is
-        where they are kept.
-        """
+        """Describe the weights as they are now, kept at `tier`, for a process to go on from."""
         return self.position.described() | {
             "job": self.data.id,
             "tier": str(tier),
@@ -254,17 +235,7 @@ class TrainerCore(Actor):
 
     async def _recover(self, row: jobs.JobRow) -> None:
         self.position.whole = False
-        recovery = Recovery(
-            self.mesh,
-            self.bulk,
-            self.data,
-            self.compute,
-            self.intake,
-            self.publisher,
-            self._make_step,
-            self.enter,
-        )
-        self.go_on_from(await recovery.recover(row))
+        self.go_on_from(await Recovery(self).recover(row))
 
     def _make_step(self, number: int, manifest: str, config: JobConfig) -> TrainingStep:
         about = self.mesh, config, self.compute, self.gradients, number, manifest
@@ -277,12 +248,9 @@ class TrainerCore(Actor):
         return row
 
     async def _phase(self, phase: jobs.Phase) -> None:
-        await patiently(
-            self.mesh.clock,
-            lambda: jobs.set_phase(
-                self.mesh.state, self.data.id, phase, self.mesh.token, self.mesh.name
-            ),
-        )
+        mesh = self.mesh
+        about = mesh.state, self.data.id, phase, mesh.token, mesh.name
+        await patiently(mesh.clock, lambda: jobs.set_phase(*about))
 
     async def train(self) -> None:
         """Steps until the budget is spent, while the job trains: one that has ended may go on.
@@ -297,7 +265,13 @@ class TrainerCore(Actor):
                 continue
             try:
                 if losses.in_a_row:
-                    await self._regain()
+                    # The gang is formed anew, where the last committed step left the job.
+                    self.enter("forming", self.position.version + 1)
+                    self.position.whole = False
+                    with self.mesh.loading():
+                        await self.compute.form()
+                        await self.checkpoints.settled()
+                        await self._recover(await self._row())
                 await self._step(self.position.version + 1)
                 losses.in_a_row = 0
             except RankLost as error:
@@ -305,15 +279,6 @@ class TrainerCore(Actor):
         self.phase = "done"
         while True:  # the role process stays until its gang is moved
             await self.mesh.clock.sleep(60.0)
-
-    async def _regain(self) -> None:
-        """The gang is formed anew, and stands where the last committed step left the job."""
-        self.enter("forming", self.position.version + 1)
-        self.position.whole = False
-        with self.mesh.loading():
-            await self.compute.form()
-            await self.checkpoints.settled()
-            await self._recover(await self._row())
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -324,7 +289,12 @@ class TrainerCore(Actor):
         gradients.busy_s = {}
         counters.begin()
         refill = Refill(self.data.config)
-        groups = self.intake.groups(step, self._stale, refill.replaces)
+        longest = self.data.config.algorithm.max_staleness
+
+        def stale(group: Group) -> bool:  # whatever its row in Redis says
+            return staleness(group, self.position.version) > longest
+
+        groups = self.intake.groups(step, stale, refill.replaces)
         done = await self._make_step(step, self.position.manifest, self.data.config).run(groups)
         self.position.computed = step
         done.batch.refilled = refill.count
@@ -332,8 +302,3 @@ class TrainerCore(Actor):
         await self.commits.step(step, done, metrics, counters.parts)
         counters.commit(done.batch.tokens)
         self.times.ended(done.batch.tokens)
-
-    def _stale(self, group: Group) -> bool:
-        """Whether the group's stored tokens are too old, whatever its row in Redis says."""
-        longest = self.data.config.algorithm.max_staleness
-        return staleness(group, self.position.version) > longest

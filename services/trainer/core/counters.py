@@ -28,7 +28,6 @@ class StepCounters:
         self._began: tuple[float, ...] = ()  # what the clocks said when the step began
 
     def work(self, gradients: Gradients) -> MeasuredWork:
-        """Return the sums as a process publishes them."""
         return MeasuredWork(
             steps=self.steps,
             busy_s=self.busy_s,
@@ -65,14 +64,11 @@ class StepCounters:
         self.parts.took("compute", busy_s.get(core, 0.0))
         took, waited, asleep, turned, _ = self._since()
         busy = took - waited - asleep
-        found = done.batch.metrics() | update_metrics(
-            done.bins, done.norm, done.stats, done.counted
-        )
-        wall = self._clock.wall()
-        return found | asdict(StepTook(step, waited, busy, turned, wall, dict(busy_s)))
+        updated = update_metrics(done.bins, done.norm, done.stats, done.counted)
+        times = StepTook(step, waited, busy, turned, self._clock.wall(), dict(busy_s))
+        return done.batch.metrics() | updated | asdict(times)
 
     def commit(self, tokens: int) -> None:
-        """Count a committed step."""
         took, waited, asleep, _, held = self._since()
         self.busy_s += took - waited - asleep
         self.wait_s += waited

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from common.state import jobs
@@ -33,13 +33,10 @@ class Position:
     whole: bool = False  # the weights are those of a step, and not being restored
     updating: int = 0  # the last step that has changed the weights
     computed: int = 0  # the last step whose updates were all made
-    staged: tuple[int, VersionIdentity] = field(
-        default=(0, NOBODY)
-    )  # the last of these in the store
+    staged: tuple[int, VersionIdentity] = (0, NOBODY)  # the last of these in the store
 
     @property
     def manifest(self) -> str:
-        """Names the committed version."""
         return self.weights.manifest
 
     def go_on_from(self, there: CommittedVersion) -> None:
@@ -49,7 +46,6 @@ class Position:
         self.updating, self.computed, self.staged = 0, 0, (0, NOBODY)
 
     def commit(self, version: int, weights: VersionIdentity, covered: int) -> None:
-        """A step is committed, whose weights are those of now."""
         self.version, self.weights, self.born = version, weights, self.lineage
         self.covered, self.whole = covered, True
 

@@ -1,50 +1,32 @@
-"""Recovery: a trainer goes on at a checkpoint, and repeats the steps committed since from their
-records.
-"""
+"""Recovery: goes on at a checkpoint, and repeats the steps since from their records."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from common.api.weights import Checkpoint
 from common.base.errors import ConfigError
-from common.job.bundle.job_data import JobData
 from common.job.changing import as_it_was
 from common.job.config import JobConfig
-from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
 from common.state import jobs, steps
-from common.weights.bulk.port import BulkClient
 from common.weights.staging import keep
+from services.trainer.core.committing import names_of
 from services.trainer.core.position import CommittedVersion
-from services.trainer.gang.compute import Compute
-from services.trainer.steps.intake import Intake
-from services.trainer.steps.step import Enter, TrainingStep
-from services.trainer.versions.publishing import Publisher, VersionIdentity
+from services.trainer.versions.publishing import VersionIdentity
 from services.trainer.versions.restoring import Restoring
 
-# From a step's number, the manifest that it begins with, and the job as it is or was then.
-MakeStep = Callable[[int, str, JobConfig], TrainingStep]
+if TYPE_CHECKING:
+    from services.trainer.core.core import TrainerCore
 
 
 class Recovery:
-    def __init__(
-        self,
-        mesh: Mesh,
-        bulk: BulkClient,
-        data: JobData,
-        compute: Compute,
-        intake: Intake,
-        publisher: Publisher,
-        make_step: MakeStep,
-        enter: Enter,
-    ) -> None:
-        self._mesh, self._data = mesh, data
-        self._publisher = publisher
-        self._restoring = Restoring(mesh, bulk, data, compute, enter)
-        self._compute, self._intake, self._make_step = compute, intake, make_step
-        self._enter = enter
-        self._adopted = data.config  # what `compute` was made with
+    def __init__(self, core: TrainerCore) -> None:
+        self._core, self._mesh, self._data = core, core.mesh, core.data
+        self._compute = core.compute
+        self._restoring = Restoring(core.mesh, core.bulk, core.data, core.compute, core.enter)
+        self._adopted = core.data.config  # what `compute` was made with
 
     async def recover(self, row: jobs.JobRow) -> CommittedVersion:
         """Replays what the job's checkpoint does not cover. When that does not give the committed
@@ -74,51 +56,33 @@ class Recovery:
     async def _reopened(
         self, name: str, checkpoint: Checkpoint, row: jobs.JobRow
     ) -> CommittedVersion:
-        """A new lineage at a checkpoint; at an older one than the job's last, what was trained
-        between the two is lost, and its prompts come again.
-        """
+        """Open a lineage at a checkpoint; at an older one, prompts since then come again."""
         operation = f"reopen-{row.lineage}-{checkpoint.step}-{self._mesh.incarnation}"
         account = checkpoint.account if name != row.checkpoint else None
-        lineage = await patiently(
-            self._mesh.clock,
-            lambda: steps.open_lineage(
-                self._mesh.state,
-                self._data.id,
-                self._mesh.name,
-                self._mesh.token,
-                checkpoint.step,
-                steps.VersionNames(
-                    checkpoint.weights, name, image=checkpoint.image, masters=checkpoint.masters
-                ),
-                operation,
-                account,
-            ),
-        )
+        about = self._data.id, self._mesh.name, self._mesh.token, checkpoint.step
+        weights = VersionIdentity(checkpoint.weights, checkpoint.image, checkpoint.masters)
+        names = names_of(weights, name)
+        reopen = partial(steps.open_lineage, self._mesh.state, *about, names, operation, account)
+        lineage = await patiently(self._mesh.clock, reopen)
         self._mesh.telemetry.log.warning(
             "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
         )
-        held = checkpoint
-        weights = VersionIdentity(held.weights, held.image, held.masters)
-        return CommittedVersion(held.step, lineage, weights, held.lineage, name, held.step)
+        step, born = checkpoint.step, checkpoint.lineage
+        return CommittedVersion(step, lineage, weights, born, name, step)
 
     async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
-        """Whether the steps since the checkpoint gave the masters of the committed version again.
-        A commit of an earlier MeshRL does not tell who they were.
-        """
-        records = await self._ask(
-            lambda: steps.step_records(self._mesh.state, self._data.id, checkpoint.step)
-        )
+        """Whether the steps since the checkpoint gave the committed version's masters again."""
+        asked = partial(steps.step_records, self._mesh.state, self._data.id, checkpoint.step)
+        records = await patiently(self._mesh.clock, asked)
         expected = list(range(checkpoint.step + 1, row.version + 1))
         if [record.step for record in records] != expected:
             return False
-        if records and not row.masters:
-            return False  # what the steps give could not be compared
         again = await self._repeated(records)
         await self._adopt(self._data.config)
         if not again or not records:
             return again
-        self._enter("staging", row.version)
-        staged = await self._publisher.laid(row.lineage, row.version, checkpoint.weights)
+        self._core.enter("staging", row.version)
+        staged = await self._core.publisher.laid(row.lineage, row.version, checkpoint.weights)
         if staged.masters != row.masters:
             return False
         if staged.digest == row.manifest:  # else it was published in another type than it is now
@@ -130,24 +94,18 @@ class Recovery:
         for record in records:
             if record.record.get("ranks") != self._compute.division.told:
                 return False
-            self._enter("replaying", record.step)
-            found = await self._intake.contents(record.groups)
+            self._core.enter("replaying", record.step)
+            found = await self._core.intake.contents(record.groups)
             groups = [group for group in found if group is not None]
             if len(groups) < len(found):
                 return False
             config = as_it_was(self._data.config, record.record.get("settings", {}))
             await self._adopt(config)
-            step = self._make_step(record.step, "", config)
+            step = self._core._make_step(record.step, "", config)
             await step.replay(groups, record.record["updates"])
         return True
 
     async def _adopt(self, config: JobConfig) -> None:
-        """Computes with `config` from now on."""
         if config is not self._adopted:
             await self._compute.adopt(config.algorithm, config.optimizer)
         self._adopted = config
-
-    async def _ask(
-        self, action: Callable[[], Awaitable[list[steps.StepRecord]]]
-    ) -> list[steps.StepRecord]:
-        return await patiently(self._mesh.clock, action)

@@ -32,16 +32,13 @@ class CoreSleeper:
 
     @property
     def bytes(self) -> int:
-        """Of parameters, optimizer and what passes compute with."""
         return self._core.compute.bytes
 
     @property
     def covered(self) -> bool:
         """Whether the newest checkpoint is of the current version."""
-        core = self._core
-        return (
-            core.ready and core.checkpoints.step == core.position.version == core.position.covered
-        )
+        core, position = self._core, self._core.position
+        return core.ready and core.checkpoints.step == position.version == position.covered
 
     async def sleep(self, keep: Keep) -> None:
         """Leases no groups and gives no rounds from now on; see `Compute.sleep`."""
@@ -66,7 +63,6 @@ class CoreSleeper:
         self._stand_still(False)
 
     async def move(self, tier: Tier) -> None:
-        """Other ranks keep their own."""
         await self._core.compute.move(tier)
 
     def _stand_still(self, still: bool) -> None:
@@ -114,7 +110,6 @@ class CoreSleeper:
             await clock.sleep(LOOK_S)
 
     async def uncover(self) -> None:
-        """Steps go on."""
         with suppress(MeshError):  # a rank that is lost is found so by the next piece
             await self._core.compute.move(Tier.ACCELERATOR)
         self._core.runner.let_go()
@@ -122,23 +117,17 @@ class CoreSleeper:
 
     async def _checkpoint(self) -> None:
         core, state, job = self._core, self._core.mesh.state, self._core.data.id
-        clock = core.mesh.clock
+        clock, position = core.mesh.clock, core.position
         account = await patiently(clock, lambda: steps.checkpoint_state(state, job))
-        position = core.position
-        about = position.lineage, position.version, position.weights, account
-        await core.checkpoints.begin(*about)
-        await core.checkpoints.settled(required=True)
-        name, token, checkpoint = core.mesh.name, core.mesh.token, core.checkpoints.name
         lineage, step = position.lineage, position.version
-        await patiently(
-            clock, lambda: steps.cover(state, job, name, token, lineage, step, checkpoint)
-        )
+        await core.checkpoints.begin(lineage, step, position.weights, account)
+        await core.checkpoints.settled(required=True)
+        about = core.mesh.name, core.mesh.token, lineage, step, core.checkpoints.name
+        await patiently(clock, lambda: steps.cover(state, job, *about))
         position.covered = step
 
     async def resumed(self, row: jobs.JobRow) -> bool:
-        """Whether the core stands where the job does, from what an earlier start of it has kept
-        when it slept; what is of no use is removed.
-        """
+        """Whether the core stands where the job does, from what was kept; that is removed."""
         core = self._core
         places = core.tiers.places
         try:
@@ -155,10 +144,9 @@ class CoreSleeper:
         # Another start may have committed this step since, from other groups: the same weights,
         # not the same number.
         same = about["manifest"] == row.manifest != ""
-        if mine == stands and same and about["checkpoint"] == row.checkpoint:
-            went_on = await core.compute.resume(about, lambda content: places.take(tier, content))
-        else:
-            went_on = False
+        fits = mine == stands and same and about["checkpoint"] == row.checkpoint
+        take = partial(places.take, tier)
+        went_on = fits and await core.compute.resume(about, take)
         core.mesh.telemetry.log.info("kept", tier=tier, of=list(mine), used=went_on)
         await places.forget()
         if went_on:

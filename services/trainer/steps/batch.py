@@ -1,6 +1,4 @@
-"""Makes the batch of a step from leased groups: checks staleness, computes advantages, filters
-groups without variance.
-"""
+"""Makes the batch of a step from leased groups: staleness, advantages, filters."""
 
 from __future__ import annotations
 
@@ -39,9 +37,8 @@ class Batch:
     rewards: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     spreads: list[float] = field(default_factory=list)  # per group: deviation of its rewards
-    staleness: list[int] = field(
-        default_factory=list
-    )  # per group: trained version - lowest token version
+    # per group: trained version - lowest token version
+    staleness: list[int] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)  # trained tokens, by their own staleness
     mixed: int = 0  # trajectories sampled by more than one version
     truncated: int = 0  # trajectories that were cut off at the longest length
@@ -77,16 +74,17 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """All tokens of the sequences that are trained."""
         return sum(len(s.tokens) for s in self.sequences)
 
     def metrics(self) -> dict[str, Any]:
+        looked_at = max(1, len(self.groups) + self.refilled)
+        longest = max(self.config.algorithm.max_staleness, *self.lags, 0)
         return {
             "reward": float(np.mean(self.rewards)) if self.rewards else 0.0,
             "groups": len(self.groups),
             "filtered": len(self.filtered),
             "refilled": self.refilled,
-            "filtered_share": self._filtered_share(),
+            "filtered_share": (len(self.filtered) + self.refilled) / looked_at,
             "reward_spread": float(np.mean(self.spreads)) if self.spreads else 0.0,
             "tokens": int(sum(self.lengths)),
             "tokens_trained": self.tokens,
@@ -95,21 +93,12 @@ class Batch:
             "length_max": max(self.lengths, default=0),
             "staleness": float(np.mean(self.staleness)) if self.staleness else 0.0,
             "staleness_max": max(self.staleness, default=0),
-            "staleness_tokens": self._histogram(),
+            # trained tokens by the versions that they lie behind: 0, 1, .. up to `max_staleness`
+            "staleness_tokens": [self.lags[lag] for lag in range(longest + 1)],
             "mixed": self.mixed,
             "truncated": self.truncated,
             "masked": self.masked,
         }
-
-    def _filtered_share(self) -> float:
-        """The share of filtered groups among all that the step looked at."""
-        left_out = len(self.filtered) + self.refilled
-        return left_out / max(1, len(self.groups) + self.refilled)
-
-    def _histogram(self) -> list[int]:
-        """Trained tokens by the versions that they lie behind: 0, 1, .. up to `max_staleness`."""
-        longest = max(self.config.algorithm.max_staleness, *self.lags, 0)
-        return [self.lags[lag] for lag in range(longest + 1)]
 
 
 def advantages_of(
@@ -162,7 +151,6 @@ def masked(sequence: Sequence, config: JobConfig) -> bool:
 
 
 def teaches_nothing(group: Group, config: JobConfig) -> bool:
-    """Whether a batch would filter the group."""
     return advantages_of(members_of(group), scored_rewards(group), config) is None
 
 
@@ -184,7 +172,6 @@ class Refill:
 
 
 def scored_rewards(group: Group) -> NDArray[np.float64]:
-    """The rewards of the scored members, in their order."""
     return group.rewards[np.isfinite(group.rewards)].astype(np.float64)
 
 
@@ -226,25 +213,20 @@ def members_of(group: Group) -> list[Sequence]:
 
 def whole(group: Group) -> Group:
     """The group; BadMessage if its arrays do not fit together."""
-    lengths, tokens = group.lengths, group.tokens
+    lengths, tokens, unfit = group.lengths, group.tokens, ""
+    members = f"{len(lengths)} members"
     if group.rewards.shape != lengths.shape:
-        raise BadMessage(
-            f"group {group.group} has {len(lengths)} members and {len(group.rewards)} rewards"
-        )
-    if len(group.truncated) and group.truncated.shape != lengths.shape:
-        raise BadMessage(
-            f"group {group.group} has {len(lengths)} members and {len(group.truncated)} endings"
-        )
-    if (lengths < 0).any() or tokens.shape != (int(lengths.sum()),):
-        raise BadMessage(
-            f"group {group.group} has {len(tokens)} tokens, and members of {int(lengths.sum())}"
-        )
-    for name in ("logprobs", "versions", *EXTRAS):
+        unfit = f"{members} and {len(group.rewards)} rewards"
+    elif len(group.truncated) and group.truncated.shape != lengths.shape:
+        unfit = f"{members} and {len(group.truncated)} endings"
+    elif (lengths < 0).any() or tokens.shape != (int(lengths.sum()),):
+        unfit = f"{len(tokens)} tokens, and members of {int(lengths.sum())}"
+    for name in () if unfit else ("logprobs", "versions", *EXTRAS):
         array = getattr(group, name)
         if array.shape != tokens.shape and (len(array) or name not in EXTRAS):
-            raise BadMessage(
-                f"group {group.group} has {len(tokens)} tokens and {len(array)} of {name}"
-            )
+            unfit = unfit or f"{len(tokens)} tokens and {len(array)} of {name}"
+    if unfit:
+        raise BadMessage(f"group {group.group} has {unfit}")
     _experts(group)
     return group
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from common.api.transfer.bulk import GROUPS
@@ -50,16 +50,19 @@ class Intake:
         its row says, goes back, and another takes its place; so does one that is `replaced`, which
         ends.
         """
-        given: set[int] = set()
+        given, log = set[int](), self._mesh.telemetry.log
         while True:
             leased = await self._lease(step, given)
             for row, group in zip(leased.groups, await self.contents(leased.groups), strict=True):
                 if group is None:
-                    await self._poisoned(row)
+                    reason = "poisoned"
+                    log.error("group given back", group=row.group, reason=reason)
+                    await self._give_up(group_requeued, row, reason, f"{reason}-{row.group}")
                 elif stale(group):
-                    await self._stale(row)
+                    log.error("group is staler than its row", group=row.group)
+                    await self._give_up(group_stale, row, f"stale-{row.group}")
                 elif await self._mesh.host.run_blocking(replaced, group, deadline_s=LOOK_S):
-                    await self._filter(row)
+                    await self._give_up(group_filtered, row, f"filtered-{row.group}")
                 else:
                     given.add(row.group)
                     yield group
@@ -75,8 +78,9 @@ class Intake:
         began, asleep = self._mesh.clock.monotonic(), 0.0
         answer = await self._try_lease(step, given)
         while answer.waiting is not None and not answer.groups:
-            with self._waits(answer.waiting.on or shard(self._job, 0)):
-                held = self._mesh.job_clock.held
+            on, held = answer.waiting.on or shard(self._job, 0), self._mesh.job_clock.held
+            # Waited for anew after a sleep or a pause; in a pause there is no wait.
+            with nullcontext() if held else self._mesh.wait("ready groups", on):
                 while answer.waiting is not None and not answer.groups:
                     await self._mesh.clock.sleep(PAUSED_POLL_S if held else POLL_S)
                     if not self.awake.is_set() or self._mesh.job_clock.held != held:
@@ -86,12 +90,7 @@ class Intake:
         self.waited_s += self._mesh.clock.monotonic() - began - asleep
         return answer
 
-    def _waits(self, on: str) -> AbstractContextManager[None]:
-        """The wait for `on`, anew after a sleep or a pause; none while it is paused."""
-        return nullcontext() if self._mesh.job_clock.held else self._mesh.wait("ready groups", on)
-
     async def _until_awake(self) -> float:
-        """Seconds for which it was asleep."""
         began = self._mesh.clock.monotonic()
         await self.awake.wait()
         return self._mesh.clock.monotonic() - began
@@ -103,40 +102,17 @@ class Intake:
             lambda: lease_groups(mesh.state, self._job, mesh.name, mesh.token, step, given),
         )
 
-    async def _poisoned(self, row: GroupRow) -> None:
-        mesh, reason = self._mesh, "poisoned"
-        mesh.telemetry.log.error("group given back", group=row.group, reason=reason)
-        operation = f"{reason}-{row.group}"
-        await patiently(
-            mesh.clock,
-            lambda: group_requeued(
-                mesh.state, self._job, mesh.name, mesh.token, row.group, reason, operation
-            ),
-        )
-
-    async def _stale(self, row: GroupRow) -> None:
+    async def _give_up(
+        self, how: Callable[..., Awaitable[object]], row: GroupRow, *about: str
+    ) -> None:
+        """Writes down what becomes of a group; the last of `about` names the operation."""
         mesh = self._mesh
-        mesh.telemetry.log.error("group is staler than its row", group=row.group)
-        operation = f"stale-{row.group}"
-        await patiently(
-            mesh.clock,
-            lambda: group_stale(mesh.state, self._job, mesh.name, mesh.token, row.group, operation),
-        )
-
-    async def _filter(self, row: GroupRow) -> None:
-        mesh = self._mesh
-        operation = f"filtered-{row.group}"
-        await patiently(
-            mesh.clock,
-            lambda: group_filtered(
-                mesh.state, self._job, mesh.name, mesh.token, row.group, operation
-            ),
-        )
+        order = mesh.state, self._job, mesh.name, mesh.token, row.group, *about
+        await patiently(mesh.clock, lambda: how(*order))
 
     async def _content(self, row: GroupRow) -> Group | None:
         try:
-            what = f"group {row.group}"
-            about = self._mesh, self._bulk, row.digest, what
+            about = self._mesh, self._bulk, row.digest, f"group {row.group}"
             content = await get(*about, job=self._job, space=GROUPS)
             return replace(whole(unpack(Group, content)), foreign_above=row.foreign_above)
         except (NotFound, Damaged, BadMessage) as error:

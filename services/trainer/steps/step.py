@@ -1,11 +1,9 @@
-"""The arithmetic of one step: from groups as they come to the optimizer's updates, and the record
-that a replay repeats it from.
-"""
+"""The arithmetic of one step, from groups to updates, and the record that replays it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +30,6 @@ Enter = Callable[[str, int], None]  # a phase, of a step
 
 @dataclass
 class Stepped:
-    """What a step did."""
-
     batch: Batch
     stats: BinStats = field(default_factory=BinStats)
     counted: float = 0.0  # what the gradients of its updates were divided by, added up
@@ -76,7 +72,8 @@ class TrainingStep:
             for sequences in await self._minibatches(arrived):
                 maker = self._maker()
                 self._intake.enter("pack")
-                rounds = await self._run(_all_rounds, maker, sequences)
+                rounds = await self._run(maker.add, sequences)
+                rounds += await self._run(maker.flush)
                 self._intake.enter("")
                 await self._update(rounds, maker.plan, sequences)
         return self.done
@@ -134,19 +131,17 @@ class TrainingStep:
         """The sequences of each update, after all groups have come."""
         groups = sorted(groups, key=lambda group: group.group)
         by_group = [await self._run(self.done.batch.add, group) for group in groups]
-        await self._prepare([sequence for one in by_group for sequence in one])
-        return dealt([one for one in by_group if one], self._config.algorithm.updates)
-
-    async def _prepare(self, sequences: list[Sequence]) -> None:
-        """What is scored with the step's first weights, and the advantages that follow from it."""
+        every = [sequence for one in by_group for sequence in one]
+        # What is scored with the step's first weights, and the advantages that follow from it.
         for name in passes(self._config.algorithm):
-            members = packed(sequences, self._config.training.bin_tokens)
+            members = packed(every, self._config.training.bin_tokens)
             bins = [fill(one, self._version) for one in members]
             what = "values" if name == "values" else "logprobs"
             for one, scores in zip(members, await self._compute.score(bins, what), strict=True):
                 _spread(name, one, scores)
         if self._algorithm.prepare is not None:
-            await self._run(self._algorithm.prepare, sequences, self._config.algorithm)
+            await self._run(self._algorithm.prepare, every, self._config.algorithm)
+        return dealt([one for one in by_group if one], self._config.algorithm.updates)
 
     async def _update(
         self, rounds: list[list[Bin]], plan: RoundPlan, sequences: list[Sequence]
@@ -182,17 +177,11 @@ class TrainingStep:
 
 
 def dealt(groups: list[list[Sequence]], parts: int) -> list[list[Sequence]]:
-    """The sequences of all groups in as many parts, of whole groups as equal in number as can be;
-    fewer parts where there are fewer groups.
-    """
+    """Return the sequences in `parts` of whole groups, as equal as can be, or in fewer."""
     count = len(groups)
     n = min(parts, count)
     cut = [groups[i * count // n : (i + 1) * count // n] for i in range(n)]
     return [[sequence for group in part for sequence in group] for part in cut]
-
-
-def _all_rounds(maker: RoundMaker, sequences: Iterable[Sequence]) -> list[list[Bin]]:
-    return maker.add(list(sequences)) + maker.flush()
 
 
 def _spread(name: str, sequences: list[Sequence], scores: NDArray[np.float32]) -> None:

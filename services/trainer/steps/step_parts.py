@@ -33,7 +33,6 @@ class StepParts:
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
-        """The block is such a part of the step."""
         began = self._now()
         try:
             yield
@@ -41,7 +40,6 @@ class StepParts:
             self.took(part, self._now() - began)
 
     def took(self, part: str, seconds: float) -> None:
-        """So much of the step went there."""
         self._step[part] = self._step.get(part, 0.0) + seconds
         self.total[part] = self.total.get(part, 0.0) + seconds
 
@@ -50,7 +48,6 @@ class StepParts:
         self._step = {}
 
     def ended(self) -> None:
-        """The step is committed."""
         self.last, self._step = self._step, {}
 
     @property

@@ -35,7 +35,6 @@ class StepTimes:
         )
 
     def enter(self, phase: str) -> None:
-        """The core is in another phase of its step."""
         if self._phases is not None and phase != BESIDE:
             self._phases.enter(phase)
 
@@ -51,7 +50,6 @@ class StepTimes:
         self._traces.write(row)
 
     def ended(self, tokens: int) -> None:
-        """The step is committed, and engines have been told."""
         phases, intake = self._phases, self.intake
         if phases is None or not isinstance(intake, Stopwatch):
             return
@@ -69,7 +67,6 @@ class StepTimes:
         )
 
     async def close(self) -> None:
-        """Writes what is left."""
         await self._traces.close()
 
 

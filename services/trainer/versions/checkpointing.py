@@ -1,6 +1,4 @@
-"""Writes checkpoints of a run while training goes on: a directory that `transformers` reads, with
-what the next step depends on beside it.
-"""
+"""Writes checkpoints, which `transformers` reads, while training goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,12 @@ from common.weights.layout.manifest import unpacked
 from common.weights.output import VersionWriter
 from common.weights.receive import Receiver
 from common.weights.store.weight_store import get, lay_out, put_file
-from services.trainer.compute.saving import SAVE_S, StateSaving
 from services.trainer.gang.compute import Compute
+from services.trainer.gang.saving import GangSaving, LocalSaving
 from services.trainer.versions.publishing import Publisher, VersionIdentity
+
+SAVE_S = 3600.0  # to write a checkpoint, or read one
+GIVEN_UP = "what was begun of the checkpoint is removed, and the next one is written anew"
 
 
 class Checkpoints:
@@ -69,9 +71,7 @@ class Checkpoints:
         return newest_due(step, config.training.checkpoint_every, config.budget.steps) == step
 
     async def clear(self, committed: str) -> None:
-        """Removes what an earlier start of the trainer began and did not end, here and at the run's
-        home.
-        """
+        """Remove what an earlier start has begun and not ended, here and at the run's home."""
         store, run = self._mesh.ref(STORE), self._mesh.host.run_blocking
         await patiently(
             self._mesh.clock, lambda: store.call(Weights.clear, Clear(self._data.id, committed))
@@ -80,11 +80,7 @@ class Checkpoints:
             await run(shutil.rmtree, self._directory, True, deadline_s=SAVE_S)
 
     async def begin(
-        self,
-        lineage: int,
-        step: int,
-        weights: VersionIdentity,
-        account: dict[str, Any],
+        self, lineage: int, step: int, weights: VersionIdentity, account: dict[str, Any]
     ) -> None:
         """Copies what must be kept and goes on writing it; waits for the one before."""
         began = self._mesh.clock.monotonic()
@@ -109,9 +105,7 @@ class Checkpoints:
         self.pause_s = self._mesh.clock.monotonic() - began
 
     async def settled(self, *, required: bool = False) -> None:
-        """Returns when nothing is being written. What could not be written is tried again with the
-        next checkpoint, unless it is `required`.
-        """
+        """Return when nothing is written; what fails comes next time, unless `required`."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -128,14 +122,22 @@ class Checkpoints:
         request: Checkpoint,
         name: str,
         scratch: Path,
-        saving: StateSaving,
+        saving: LocalSaving | GangSaving,
         copied: asyncio.Event,
     ) -> None:
         """`copied` is set once training may go on, also when this fails."""
         directory = self._data.run_dir / "checkpoints" / name
         run, began = self._mesh.host.run_blocking, self._mesh.clock.monotonic()
         try:
-            written = await self._write_state(saving, copied)
+            try:
+                for number, names in enumerate(batches(saving.outline)):
+                    await saving.copy(names, number)
+            finally:
+                copied.set()
+            # What was copied in memory is written while training goes on. Of some files the digests
+            # of the bytes as they were written are known.
+            digests = await saving.end()
+            written = {f"{STATE}/{name}": digest for name, digest in digests.items()}
             self._enter("writing", request.step)
             await self._write_stored(request, scratch, directory)
             try:
@@ -144,7 +146,10 @@ class Checkpoints:
                 else:
                     files = await self._sent(name, scratch, written)
             except Damaged as error:
-                await self._tell(error)
+                about = "checkpoint", Path(error.where), error.message, GIVEN_UP
+                told = damage.fields(*about, job=self._data.id)
+                append = partial(events.append, self._mesh.state, damage.EVENT, told)
+                await patiently(self._mesh.clock, partial(append, uuid.uuid4().hex))
                 raise
         finally:
             await run(shutil.rmtree, scratch, True, deadline_s=SAVE_S)
@@ -153,17 +158,6 @@ class Checkpoints:
         await patiently(self._mesh.clock, lambda: store.call(Weights.save, whole))
         self.name, self.step = name, request.step
         self.timed(request.step, self._mesh.clock.monotonic() - began)
-
-    async def _write_state(self, saving: StateSaving, copied: asyncio.Event) -> dict[str, str]:
-        """What was copied in memory is written while training goes on. The digests of the bytes as
-        they were written, of the files of which they are known.
-        """
-        try:
-            for number, names in enumerate(batches(saving.outline)):
-                await saving.copy(names, number)
-        finally:
-            copied.set()
-        return {f"{STATE}/{name}": digest for name, digest in (await saving.end()).items()}
 
     async def _write_stored(self, request: Checkpoint, scratch: Path, directory: Path) -> None:
         """The version as the store holds it. What is damaged there is written again, once, if the
@@ -178,9 +172,7 @@ class Checkpoints:
             await self._write_version(request, scratch, directory)
 
     async def _write_version(self, request: Checkpoint, scratch: Path, directory: Path) -> None:
-        """As a directory of Hugging Face's, some tensors at a time; its manifest beside the state,
-        so that its chunks can be made again.
-        """
+        """Write it as Hugging Face does, some tensors at a time; its manifest to the state."""
         mesh, bulk, run = self._mesh, self._bulk, self._mesh.host.run_blocking
         manifest = await get(mesh, bulk, request.weights, "weights", job=request.job)
         await run((scratch / STATE / MANIFEST).write_bytes, manifest, deadline_s=SAVE_S)
@@ -198,19 +190,8 @@ class Checkpoints:
         finally:
             await run(writer.close, deadline_s=SAVE_S)
 
-    async def _tell(self, error: Damaged) -> None:
-        """Of a file that a disk has changed before it was in its place."""
-        then = "what was begun of the checkpoint is removed, and the next one is written anew"
-        told = damage.fields(
-            "checkpoint", Path(error.where), error.message, then, job=self._data.id
-        )
-        state, op = self._mesh.state, uuid.uuid4().hex
-        await patiently(self._mesh.clock, lambda: events.append(state, damage.EVENT, told, op))
-
     async def _sent(self, name: str, scratch: Path, written: dict[str, str]) -> dict[str, str]:
-        """Has the store make the checkpoint's directory of the files in `scratch`; their digests.
-        Damaged when one is not as it was written.
-        """
+        """Have the store make the directory of the files in `scratch`; Damaged."""
         mesh, files = self._mesh, {}
         paths = await mesh.host.run_blocking(files_below, scratch, deadline_s=SAVE_S)
         for path in paths:

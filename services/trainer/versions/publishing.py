@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 from torch import Tensor
 
 from common.api.transfer.versions import Base
 from common.api.weights import STORE, Fetch, Manifest, Weights
+from common.api.weights import Tensor as Piece
 from common.base.digest import digest_of
 from common.base.errors import Damaged, NotFound, Refused
 from common.job.bundle.job_data import JobData
@@ -23,11 +25,10 @@ from common.state.pool.demand.asking import unhelped
 from common.weights.bulk.port import BulkClient
 from common.weights.delta.sending import DeltaSender
 from common.weights.layout.laying import Laid, laying, slices
-from common.weights.layout.manifest import packed
+from common.weights.layout.manifest import by_chunk, by_tensor, itemsize, packed
 from common.weights.staging import StagedVersion, assembled, keep
 from common.weights.store.weight_store import get, put
 from services.trainer.gang.compute import Compute
-from services.trainer.rows.recutting import Recutting
 
 PUBLISHED = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' names of `rollout.dtype`
 TYPES = {name: dtype for dtype, name in PUBLISHED.items()}
@@ -39,9 +40,7 @@ ANSWER_S = 240.0  # until who asked hears that it goes on; below the deadline of
 
 @dataclass(frozen=True)
 class VersionIdentity:
-    """Who a version is: the digest of its manifest, and what of it depends neither on ranks nor on
-    chunks. Of a version of an earlier MeshRL these are empty.
-    """
+    """A version: its manifest's digest, and what depends on neither ranks nor chunks."""
 
     manifest: str
     image: str = ""
@@ -51,15 +50,8 @@ class VersionIdentity:
 NOBODY = VersionIdentity("")
 
 
-def _same(one: Manifest, other: Manifest) -> bool:
-    """Whether two manifests are of the same bits, however they are cut."""
-    return bool(one.image) and one.image == other.image and not any(p.dim for p in other.tensors)
-
-
 class Publisher:
-    """Writes versions to the store. A job that trains adapters publishes only these after version
-    0.
-    """
+    """Writes versions to the store; where adapters learn, only these after version 0."""
 
     def __init__(self, mesh: Mesh, data: JobData, compute: Compute) -> None:
         self._mesh, self._data, self._compute = mesh, data, compute
@@ -87,17 +79,13 @@ class Publisher:
 
     @property
     def published(self) -> list[str]:
-        """The types of what helpers would have: of the current version and its base, and of the
-        next one.
-        """
+        """The types that helpers would need: of this version, its base, and the next one."""
         return sorted({TYPES.get(name, name) for name in (self._dtype, *self._types)})
 
     def stats(self) -> dict[str, str]:
-        """For published counters."""
         return self._deltas.stats()
 
     async def stop(self) -> None:
-        """Ends what goes on."""
         await self._deltas.stop()
         running = list(self._again.values())
         for task in running:
@@ -129,13 +117,20 @@ class Publisher:
     async def laid(self, lineage: int, version: int, before: str) -> StagedVersion:
         """The same, before the store is told to keep it."""
         lora = self._data.config.lora
-        base = await self._base(before) if before and lora.rank else None
+        base: Base | None = None  # what adapters are added to
+        if before and lora.rank:
+            found = await self._manifest(before)
+            base = found.base or Base(found.lineage, found.version, before)
         outline = self._scope(base is not None)
         laid = await self._staged(outline, version)
         scale = lora.scale if base else 0.0
         made = assembled(self._data.id, lineage, version, outline, laid, base, scale)
-        beneath = await self._beneath(base) if base is not None else frozenset[str]()
-        self._types = beneath | {one.dtype for one in made.manifest.tensors}
+        types = frozenset(one.dtype for one in made.manifest.tensors)
+        if base is not None:  # the same for many versions
+            if self._base_types[0] != base.digest:
+                self._base_types = base.digest, await self._types_of(base.digest, model=True)
+            types |= self._base_types[1]
+        self._types = types
         self._remember(made.digest, made.manifest)
         return made
 
@@ -144,17 +139,6 @@ class Publisher:
         self._made[digest] = manifest
         while len(self._made) > REMEMBERED:
             del self._made[next(iter(self._made))]
-
-    async def _beneath(self, base: Base) -> frozenset[str]:
-        """The types of what adapters are added to, which is the same for many versions."""
-        if self._base_types[0] != base.digest:
-            self._base_types = base.digest, await self._types_of(base.digest, model=True)
-        return self._base_types[1]
-
-    async def _base(self, before: str) -> Base:
-        """What the adapters of a version are added to, or that version, if it has a model too."""
-        found = await self._manifest(before)
-        return found.base or Base(found.lineage, found.version, before)
 
     def _scope(self, adapters: bool) -> dict[str, Tensor]:
         """What a version has of its own: all, or adapters alone."""
@@ -195,7 +179,8 @@ class Publisher:
         for write in (False, True):
             laid = await self._staged(every, version, write=write)
             again = assembled(*about, laid, lost.base, lost.scale)
-            if again.digest != manifest and not _same(again.manifest, lost):
+            same = bool(lost.image) and again.manifest.image == lost.image  # however they are cut
+            if again.digest != manifest and not (same and not any(p.dim for p in lost.tensors)):
                 return False
         if again.digest != manifest:
             again = replace(again, manifest=lost, digest=digest_of(packed(lost)))
@@ -208,15 +193,13 @@ class Publisher:
         return True
 
     async def _recut(self, lost: Manifest, laid: Iterable[Laid]) -> bool:
-        """Writes the chunks that a version has by its manifest, of those that were staged just now:
-        other ranks have made it, or an earlier MeshRL. False where the weights have changed.
+        """Writes the chunks that a version has by its manifest, of those that were staged just now
+        and are cut otherwise. False where the weights have changed.
         """
         there = [piece for one in laid for piece in one.pieces]
         about = self._mesh, self._bulk
         read = partial(get, *about, what="weights", job=self._data.id)
-        recutting = Recutting(lost.tensors, there, read)
-        for digest in recutting.chunks:
-            content = await recutting.content(digest)
+        async for digest, content in recut(lost.tensors, there, read):
             found = await self._mesh.host.run_blocking(digest_of, content, deadline_s=HASH_S)
             if found != digest:
                 return False
@@ -243,3 +226,29 @@ class Publisher:
             task.add_done_callback(lambda _: self._again.pop(manifest))
         await asyncio.wait([task], timeout=ANSWER_S)
         return task.result() if task.done() else None
+
+
+async def recut(
+    wanted: Iterable[Piece], there: Iterable[Piece], read: Callable[[str], Awaitable[bytes]]
+) -> AsyncIterator[tuple[str, memoryview]]:
+    """Each chunk of the pieces that are `wanted`, by its digest, with what it should hold; another
+    digest: the elements are others. Errors as of `read`.
+
+    `there`: pieces of the same tensors, of the same types, which are cut along the same dimension.
+    `read`: the bytes of a chunk in which some lie.
+    """
+    cut, last = by_tensor(there), ("", b"")  # neighbours mostly lie in the same chunk
+    for digest, pieces in by_chunk(wanted).items():
+        found = np.empty(max(piece.offset + piece.size for piece in pieces), np.uint8)
+        for piece in pieces:
+            into, item = found[piece.offset : piece.offset + piece.size], itemsize(piece)
+            for one in cut[piece.name]:
+                begin, end = max(one.begin, piece.begin), min(one.end, piece.end)
+                if begin >= end:
+                    continue
+                if last[0] != one.chunk:
+                    last = one.chunk, await read(one.chunk)
+                low = one.offset + (begin - one.begin) * item
+                content = np.frombuffer(last[1], np.uint8)[low : low + (end - begin) * item]
+                into[(begin - piece.begin) * item : (end - piece.begin) * item] = content
+        yield digest, found.data

@@ -1,9 +1,8 @@
-"""Puts the learner where a checkpoint left it: the job's last one, or where that is damaged the
-newest before it that is whole.
-"""
+"""Puts the learner where a checkpoint left it: the newest that is whole."""
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -11,7 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from common.api.weights import STORE, Checkpoint, Examine, Load, Older, SetAside, Weights
+import torch
+
+from common.api.calls.interface import Call
+from common.api.weights import (
+    STORE,
+    Checkpoint,
+    Examine,
+    Load,
+    Manifest,
+    Older,
+    SetAside,
+    Weights,
+)
 from common.base.digest import digest_of
 from common.base.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
 from common.base.files import damage
@@ -19,19 +30,25 @@ from common.job.bundle.job_data import JobData
 from common.job.bundle.model_shape import model_config
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
+from common.model.architecture.config import ModelConfig
+from common.model.files.rows import StoredRows
+from common.model.files.safetensors_file import DTYPES
+from common.model.network.lora import is_adapter, load_adapter
 from common.records.checkpoints import BASE_MANIFEST, MANIFEST, STATE
 from common.state import events
 from common.weights.bulk.port import BulkClient
-from common.weights.layout.manifest import joined, unpacked
+from common.weights.layout.manifest import by_chunk, joined, unpacked
+from common.weights.output import ADAPTER, BASE
 from common.weights.receive import Receiver
-from common.weights.store.weight_store import get, put
-from services.trainer.compute.saving import SAVE_S
+from common.weights.store.weight_store import put
 from services.trainer.gang.compute import Compute
 from services.trainer.rows.checkpoint_files import checkpoint_files
-from services.trainer.rows.rebuilding import Rebuilding
 from services.trainer.steps.step import Enter
+from services.trainer.versions.checkpointing import SAVE_S
 
 P = ParamSpec("P")
+Q = TypeVar("Q")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -48,10 +65,10 @@ class Restoring:
         its state. What is damaged is set aside. ConfigError when none is whole.
         """
         first: MeshError | None = None
-        earlier = await self._older(last)
+        earlier = (await self._ask(Weights.older, Older(self._data.id, last))).names
         for name, before in zip([last, *earlier], [*earlier, ""], strict=True):
             try:
-                checkpoint = await self._loaded(name)
+                checkpoint = await self._ask(Weights.load, Load(self._data.id, name))
                 await self.restore(name, checkpoint)
             except (Damaged, NotFound) as error:
                 first = first or error
@@ -86,7 +103,9 @@ class Restoring:
         or the base of its adapters; whoever has staged that.
         """
         try:
-            await self._see_to_version(name, await self._loaded(name))
+            await self._see_to_version(
+                name, await self._ask(Weights.load, Load(self._data.id, name))
+            )
             await self._look_for(manifest)
         except (Damaged, NotFound) as error:
             self._mesh.telemetry.log.error("not made again", checkpoint=name, error=str(error))
@@ -106,12 +125,9 @@ class Restoring:
         found = await Receiver(self._mesh, self._bulk).manifest(manifest)
         base = [found.base.digest] if found.base is not None else []
         for digest in dict.fromkeys([manifest, *base, *(one.chunk for one in found.tensors)]):
-            if not await self._stored(digest):
+            examine = Examine(digest, "weights", self._data.id)
+            if not (await self._ask(Weights.examine, examine)).whole:
                 raise NotFound(f"chunk {digest} of version {manifest} is not in the store")
-
-    async def _stored(self, digest: str) -> bool:
-        store, asked = self._mesh.ref(STORE), Examine(digest, "weights", self._data.id)
-        return (await patiently(self._mesh.clock, lambda: store.call(Weights.examine, asked))).whole
 
     def _files(
         self, name: str, checkpoint: Checkpoint, below: str
@@ -119,13 +135,9 @@ class Restoring:
         about = self._mesh, self._bulk, self._data, name, checkpoint.files, [below]
         return checkpoint_files(*about)
 
-    async def _older(self, name: str) -> list[str]:
-        store, asked = self._mesh.ref(STORE), Older(self._data.id, name)
-        return (await patiently(self._mesh.clock, lambda: store.call(Weights.older, asked))).names
-
-    async def _loaded(self, name: str) -> Checkpoint:
-        store, load = self._mesh.ref(STORE), Load(self._data.id, name)
-        return await patiently(self._mesh.clock, lambda: store.call(Weights.load, load))
+    async def _ask(self, method: Call[Q, R], request: Q) -> R:
+        store = self._mesh.ref(STORE)
+        return await patiently(self._mesh.clock, lambda: store.call(method, request))
 
     async def _make_again(
         self, name: str, checkpoint: Checkpoint, error: Damaged | NotFound
@@ -135,7 +147,7 @@ class Restoring:
         """
         mesh, run = self._mesh, self._mesh.host.run_blocking
         async with self._files(name, checkpoint, "") as directory:
-            content = await self._manifest_of(checkpoint, directory)
+            content = await self._read((directory / STATE / MANIFEST).read_bytes)
             manifest = await self._read(unpacked, content)
             if manifest.base is not None:
                 there = directory / STATE / BASE_MANIFEST
@@ -155,16 +167,6 @@ class Restoring:
         then = f"written again from {self._directory / name}"
         await self._tell(self._told("weights", path, error, then))
 
-    async def _manifest_of(self, checkpoint: Checkpoint, directory: Path) -> bytes:
-        """The bytes of its version's manifest: what lies in the checkpoint, or where that is of
-        an earlier MeshRL what the store has.
-        """
-        there = directory / STATE / MANIFEST
-        if STATE + "/" + MANIFEST in checkpoint.files:
-            return await self._read(there.read_bytes)
-        about = self._mesh, self._bulk, checkpoint.weights, "weights"
-        return await get(*about, job=self._data.id)
-
     async def _read(self, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What reads the model of a checkpoint; Damaged where that is none of its job."""
         try:
@@ -179,8 +181,7 @@ class Restoring:
         path = _place(error, self._directory / f"{name}.json")
         then = f"training goes on from {before}" if before else "the job fails: there is no other"
         op, told = uuid.uuid4().hex, self._told("checkpoint", path, error, then)
-        store, asked = self._mesh.ref(STORE), SetAside(self._data.id, name, op, told)
-        await patiently(self._mesh.clock, lambda: store.call(Weights.set_aside, asked))
+        await self._ask(Weights.set_aside, SetAside(self._data.id, name, op, told))
         await self._tell(told, op)  # the store has, if there was something to set aside
 
     def _told(self, kind: str, path: Path, error: MeshError, then: str) -> dict[str, Any]:
@@ -196,3 +197,42 @@ def _place(error: MeshError | None, otherwise: Path) -> Path:
     """The file that an error names, which has come from another process with that one's address."""
     named = error is not None and error.where.startswith("/")
     return Path(error.where) if error is not None and named else otherwise
+
+
+class Rebuilding:
+    """The contents of a version's chunks, made again from a checkpoint's model. It blocks."""
+
+    def __init__(
+        self, data: JobData, config: ModelConfig, manifest: Manifest, directory: Path
+    ) -> None:
+        """`directory`: of the version's checkpoint. ConfigError when it cannot be read."""
+        self.chunks = by_chunk(manifest.tensors)
+        like = {
+            piece.name: torch.empty(piece.shape, dtype=DTYPES[piece.dtype], device="meta")
+            for piece in manifest.tensors
+            if is_adapter(piece.name)
+        }
+        self._adapters = load_adapter(directory / ADAPTER, config, like) if like else {}
+        model = directory
+        if like:  # beside the merged model, unless it is what the job was given
+            own = directory / BASE
+            model = own if own.is_dir() else data.bundle / data.config.model.path
+        self._stored = StoredRows(model, config)
+
+    def content(self, digest: str) -> memoryview:
+        """What that chunk of the manifest should hold; another digest: it does not."""
+        pieces = self.chunks[digest]
+        found = torch.empty(max(p.offset + p.size for p in pieces), dtype=torch.uint8)
+        for piece in pieces:
+            dtype, shape = DTYPES[piece.dtype], torch.Size(piece.shape)
+            if piece.name in self._adapters:
+                flat = self._adapters[piece.name].to(dtype).reshape(-1)
+                flat = flat[piece.begin : piece.end].contiguous()
+            else:
+                width = max(1, math.prod(shape[1:]))  # of a row
+                first, last = piece.begin // width, -(-piece.end // width)
+                rows = torch.empty(last - first, *shape[1:], dtype=dtype)
+                self._stored.fill(piece.name, shape, first, rows)
+                flat = rows.reshape(-1)[piece.begin - first * width : piece.end - first * width]
+            found[piece.offset : piece.offset + piece.size].copy_(flat.view(torch.uint8))
+        return found.numpy().data
