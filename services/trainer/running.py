@@ -46,8 +46,6 @@ async def main(seat: Seat) -> None:
 
 
 class Arithmetic:
-    """What training processes compute with."""
-
     def prepare(self) -> None:
         """Whatever takes long and is done once on a host. It blocks."""
         compile_kernels()
@@ -74,28 +72,23 @@ def _check(data: JobData) -> None:
 
 
 async def serve(mesh: Mesh, seat: Seat, arithmetic: Arithmetic) -> None:
-    """The life of a training process."""
     row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, seat.job))
     data = await local_job(mesh, row)
     try:
         async with stands_while_paused(mesh, seat.job):
-            await _serve(mesh, data, seat, arithmetic)
+            if data.config.mesh.device == "cpu":
+                await mesh.host.run_blocking(arithmetic.prepare, deadline_s=COMPILE_S)
+            if seat.rank:
+                from services.trainer.gang.running import obey
+
+                rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
+                await obey(mesh, data, seat, rank, await _profile(mesh, data, seat))
+            elif seat.core:
+                await train(mesh, data, seat, arithmetic)
+            else:
+                await help_out(mesh, data, seat, arithmetic)
     finally:
         await mesh.leave()
-
-
-async def _serve(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> None:
-    if data.config.mesh.device == "cpu":
-        await mesh.host.run_blocking(arithmetic.prepare, deadline_s=COMPILE_S)
-    if seat.rank:
-        from services.trainer.gang.running import obey
-
-        rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
-        await obey(mesh, data, seat, rank, await _profile(mesh, data, seat))
-    elif seat.core:
-        await train(mesh, data, seat, arithmetic)
-    else:
-        await help_out(mesh, data, seat, arithmetic)
 
 
 async def _profile(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
@@ -120,7 +113,11 @@ def place(seat: Seat) -> tuple[str, str]:
 async def train(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> None:
     """The core's life; an error in the job itself ends the job with its text."""
     try:
-        core = _core(mesh, data, seat, arithmetic)
+        check(data)
+        rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
+        group_s = data.config.training.rank_deadline_s if seat.ranks > 1 else COMPUTE_S
+        compute = Compute(mesh, data.id, rank, PieceRunner.of(mesh, data, seat), group_s=group_s)
+        core = TrainerCore(mesh, data, seat, compute)
     except ConfigError as error:
         await mesh.join(None)  # only who holds a lease ends a job
         await _fail(mesh, data, error)
@@ -135,15 +132,6 @@ async def train(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -
         raise
 
 
-def _core(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> TrainerCore:
-    check(data)
-    rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
-    group_s = data.config.training.rank_deadline_s if seat.ranks > 1 else COMPUTE_S
-    runner = PieceRunner.of(mesh, data, seat)
-    compute = Compute(mesh, data.id, rank, runner, group_s=group_s)
-    return TrainerCore(mesh, data, seat, compute)
-
-
 async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
     await jobs.set_phase(
         mesh.state, data.id, jobs.Phase.FAILED, mesh.token, mesh.name, error=str(error)
@@ -151,7 +139,6 @@ async def _fail(mesh: Mesh, data: JobData, error: ConfigError) -> None:
 
 
 async def help_out(mesh: Mesh, data: JobData, seat: Seat, arithmetic: Arithmetic) -> None:
-    """A hybrid's life."""
     learner = arithmetic.learner(data)
     adapt(data, learner)
     hybrid = Hybrid(mesh, data, seat, learner)

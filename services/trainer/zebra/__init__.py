@@ -1,3 +1,1 @@
-"""Training a mixture of experts on two kinds of accelerators: attention on the fast ones, experts
-on the slow ones. Open `learner.py` first.
-"""
+"""A mixture trained on two kinds of accelerators. Open `learner.py` first."""

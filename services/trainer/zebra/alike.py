@@ -1,14 +1,11 @@
-"""Ranks all alike, at the pace that each one's accelerator is declared to have: whole bins are
-padded, so that a round takes what it does on the slowest.
-"""
+"""Ranks all alike, whose whole bins are padded to the pace of declared accelerators."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from common.base.clock import Clock, SystemClock
-from services.trainer.bins.division import EvenDivision, RoundDivision
+from common.base.clock import Clock
 from services.trainer.bins.packing import Bin
 from services.trainer.zebra.lanes import Shared
 from services.trainer.zebra.pace import ZebraPace
@@ -20,13 +17,6 @@ class PacedBins:
     def __init__(self, pace: ZebraPace, degree: int, clock: Clock) -> None:
         self.pace, self._degree = pace, degree
         self._waiting = Shared(clock, 0.0)
-
-    @classmethod
-    def of_division(cls, pace: ZebraPace | None, division: RoundDivision) -> PacedBins | None:
-        """Of a rank at a pace; None without one, or where tasks keep it."""
-        if pace is None or not isinstance(division, EvenDivision):
-            return None
-        return cls(pace, division.expert_parallel, SystemClock())
 
     @contextmanager
     def of(self, bins: Sequence[Bin], back: bool) -> Iterator[None]:

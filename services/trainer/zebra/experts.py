@@ -1,6 +1,4 @@
-"""What a rank computes with the experts that lie there: of one layer and micro-batch, for the
-tokens of all attention ranks together.
-"""
+"""What a rank computes with its experts, of one layer and micro-batch, for all tokens."""
 
 from __future__ import annotations
 

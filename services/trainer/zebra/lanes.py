@@ -26,8 +26,6 @@ WAKES_S = 3e-4  # in which a thread that slept is awake again
 
 
 class ExchangeKey(NamedTuple):
-    """Which exchange of a round."""
-
     backward: bool
     mixture: int  # number of the mixture layer
     micro: int
@@ -55,9 +53,7 @@ class Exchange:
 
 
 class Shared:
-    """What both lanes of a rank and its arithmetic wait at in a round: whoever fails ends it for
-    all.
-    """
+    """What both lanes and the arithmetic of a rank wait at: who fails ends it for all."""
 
     def __init__(self, clock: Clock, deadline_s: float) -> None:
         self.condition = threading.Condition()
@@ -104,7 +100,10 @@ class Lane:
         for its first call.
         """
         self._name, self._group, self._device = name, group, device
-        self._pace, self._stream = pace, _stream(device)
+        self._pace = pace
+        self._stream: Any = None  # of its own on a GPU; elsewhere there are none
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._shared: Shared
         self._given: dict[ExchangeKey, Any] = {}  # events after which what is given is there
         self._done: dict[ExchangeKey, Any] = {}
@@ -149,9 +148,7 @@ class Lane:
             self._shared.condition.notify_all()
 
     def take(self, key: ExchangeKey) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The rows that came in an exchange, by rank, which are the caller's from then on, and
-        their counts; it is waited for.
-        """
+        """Wait for an exchange: the rows that came, by rank, now the caller's, and counts."""
         with self._shared.condition:
             self._shared.wait(lambda: key in self._done, f"{self._name} of {key}")
             event = self._done[key]
@@ -175,8 +172,9 @@ class Lane:
         return torch.cuda.current_stream(self._device).record_event()
 
     def _run(self, exchanges: Sequence[Exchange], shared: Shared) -> None:
+        stream: Any = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         try:
-            with torch.no_grad(), self._on_stream():
+            with torch.no_grad(), stream:
                 for exchange in exchanges:
                     self._next(exchange, shared)
         except BaseException as error:
@@ -189,7 +187,10 @@ class Lane:
             if self._stream is not None:
                 self._stream.wait_event(self._given[one.key])
         began_s = shared.now()
-        if self._pace is not None and (wanted_s := self._transfer_s(one)) > LEAST_S:
+        wanted_s = 0.0
+        if self._pace is not None and one.rows:
+            wanted_s = self._pace.transfer_s(sum(map(len, one.rows.values())))
+        if self._pace is not None and wanted_s > LEAST_S:
             shared.rest(began_s + wanted_s)
             self._pace.took(wanted_s, shared.now() - began_s)
             self.transfers.append((began_s, shared.now()))
@@ -197,15 +198,6 @@ class Lane:
         with shared.condition:
             self._done[one.key] = self._now()
             shared.condition.notify_all()
-
-    def _transfer_s(self, one: Exchange) -> float:
-        """Seconds that it takes what this rank gives; 0 where that is nothing."""
-        if self._pace is None or not one.rows:
-            return 0.0
-        return self._pace.transfer_s(sum(map(len, one.rows.values())))
-
-    def _on_stream(self) -> Any:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def _exchange(self, one: Exchange) -> None:
         sizes = one.sizes()
@@ -239,10 +231,3 @@ class Lane:
             for tensor in going.values():
                 tensor.record_stream(self._stream)
         return came
-
-
-def _stream(device: torch.device) -> Any:
-    """One of its own on a GPU; None elsewhere, where there are none."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

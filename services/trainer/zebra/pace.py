@@ -1,6 +1,4 @@
-"""A gang that trains a mixture, slowed down to the pace of declared accelerators: its numbers are
-the same, its tasks and transfers padded, so that mixed generations can be run on one host.
-"""
+"""A gang that trains a mixture, its tasks and transfers padded to declared accelerators."""
 
 from __future__ import annotations
 
@@ -33,16 +31,14 @@ class ZebraPace:
     late: int = field(default=0, init=False)  # of them, that took longer than their pace
 
     def task_s(self, work: TaskKind, backward: bool, sizes: Sequence[float]) -> float:
-        """Seconds of a task: of attention on sequences of these lengths, or of experts that get so
-        many rows each.
-        """
-        curve = self._attention if work is TaskKind.ATTENTION else self.kind.experts
+        """Seconds of a task: of attention on such sequences, or of experts that get such rows."""
+        curve = self.kind.attention if work is TaskKind.ATTENTION else self.kind.experts
         times = self.profile.backward if backward else 1.0
         return times * self._of(curve, sizes)
 
     def head_s(self, tokens: float, goes_back: bool) -> float:
         """Of the last piece, which goes back at once if it does."""
-        return (1.0 + BACKWARD * goes_back) * self._of(self._head, [tokens])
+        return (1.0 + BACKWARD * goes_back) * self._of(self.kind.head, [tokens])
 
     def transfer_s(self, rows: int) -> float:
         """Of a transfer in which a rank gives so many rows."""
@@ -55,9 +51,9 @@ class ZebraPace:
         """
         profile, tokens = self.profile, sum(lengths)
         rows = tokens * profile.experts_per_token * degree / profile.experts
-        layer = self._of(self._attention, lengths)
+        layer = self._of(self.kind.attention, lengths)
         layer += profile.experts / degree * self._of(self.kind.experts, [rows])
-        head = self._of(self._head, [tokens])
+        head = self._of(self.kind.head, [tokens])
         return passes_s(profile, layer, head, self.tokens * tokens, degree, back)
 
     def took(self, wanted_s: float, took_s: float) -> None:
@@ -67,21 +63,11 @@ class ZebraPace:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Both of them."""
         return {"paced": self.paced, "late": self.late}
 
-    def _of(self, curve: CostCurve, sizes: Sequence[float]) -> float:
+    def _of(self, curve: CostCurve | None, sizes: Sequence[float]) -> float:
+        assert curve is not None, "it is known of the kind of ranks with attention"
         return sum(curve.of(self.tokens * size) for size in sizes)
-
-    @property
-    def _attention(self) -> CostCurve:
-        assert self.kind.attention is not None, "it is known of the kind of ranks with attention"
-        return self.kind.attention
-
-    @property
-    def _head(self) -> CostCurve:
-        assert self.kind.head is not None, "it is known of the kind of ranks with attention"
-        return self.kind.head
 
 
 def pace_of(data: JobData, accelerator: str) -> ZebraPace | None:

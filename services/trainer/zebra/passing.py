@@ -1,6 +1,4 @@
-"""The model that passes of a zebra gang run on, beside the rows that each rank trains: of an
-attention rank all but the experts, whole; of experts those that lie there.
-"""
+"""The model that a zebra rank's passes run on: attention whole, of experts its own."""
 
 from __future__ import annotations
 
@@ -63,18 +61,14 @@ class Passing:
             if is_expert(name):
                 parameter.copy_(rows)
             elif self._attention is not None:
-                parameter.copy_(self._whole(rows, self._shapes[name], parameter.dtype))
+                ranks, total = self._attention.size(), self._shapes[name][0]
+                if ranks > 1:
+                    about = total, -(-total // ranks), parameter.dtype
+                    rows = gathered(rows, *about, self._attention)
+                parameter.copy_(rows)
         self.stale = False
 
-    def _whole(self, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        assert self._attention is not None
-        ranks = self._attention.size()
-        if ranks == 1:
-            return rows
-        return gathered(rows, shape[0], -(-shape[0] // ranks), dtype, self._attention)
-
     def collect(self) -> None:
-        """Gradients are summed anew from now on."""
         self._sums = {
             p: torch.zeros_like(p, dtype=torch.float32) for p in self._parameters.values()
         }
@@ -97,21 +91,15 @@ class Passing:
             if is_expert(name):
                 parts.append(total.reshape(-1))
             elif self._attention is not None:
-                parts.append(self._own(total).reshape(-1))
+                ranks, rank = self._attention.size(), self._attention.rank()
+                if ranks > 1:  # this rank's rows of the sum over attention ranks
+                    rows, each = evenly(len(total), rank, ranks), -(-len(total) // ranks)
+                    own = summed(total, each, total.dtype, self._attention)
+                    total = own[: rows.stop - rows.start]
+                parts.append(total.reshape(-1))
         return torch.cat(parts)
 
-    def _own(self, total: Tensor) -> Tensor:
-        """This rank's rows of the sum over attention ranks."""
-        assert self._attention is not None
-        ranks, rank = self._attention.size(), self._attention.rank()
-        if ranks == 1:
-            return total
-        own = summed(total, -(-len(total) // ranks), total.dtype, self._attention)
-        rows = evenly(len(total), rank, ranks)
-        return own[: rows.stop - rows.start]
-
     def tensors(self) -> dict[str, Tensor]:
-        """All that follows from the masters."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
 

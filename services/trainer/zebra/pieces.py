@@ -37,9 +37,7 @@ class PieceInputs(NamedTuple):
 
 
 class Pieces:
-    """Those of a model, one more than it has mixture layers; the last one ends with hidden states,
-    normalised.
-    """
+    """Those of a model, one more than it has mixture layers; the last ends with hidden states."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -83,7 +81,6 @@ class Pieces:
         return PieceOutputs(hidden, chosen.shares, x, chosen.balance), chosen.experts
 
     def _dense(self, given: Placed, hidden: Tensor, begin: int, end: int) -> Tensor:
-        """Layers in between, which have no experts."""
         rotation = self._model.rotations(given.positions)
         for index in range(begin, end):
             cos, sin = rotation(index)

@@ -1,11 +1,10 @@
-"""Measures what a mixture costs on this rank's accelerator: attention, experts and head, each by
-itself, on a model of one mixture layer with weights of its own.
-"""
+"""Measures attention, experts and head of a mixture on a rank's accelerator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from statistics import mean
 from typing import Any
@@ -33,13 +32,10 @@ USABLE = 0.9  # of a memory; the rest is for buffers and what one task needs
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What one accelerator takes."""
-
     kind: AcceleratorCosts
     backward: float  # times a forward, of layers whose activations are kept
 
     def told(self) -> dict[str, Any]:
-        """As a process publishes it."""
         return {"kind": asdict(self.kind), "backward": self.backward}
 
 
@@ -51,9 +47,7 @@ def profiled(
     clock: Clock,
     name: str = "",
 ) -> Profiled:
-    """What the accelerator called `name` takes with a mixture, for bins of up to `longest` tokens.
-    It blocks, for a few seconds.
-    """
+    """What the accelerator `name` takes for bins of up to `longest` tokens; it blocks."""
     layer = _one_layer(config)
     with torch.device(device):
         model = Decoder(layer, dtype, longest + 1)
@@ -65,8 +59,11 @@ def profiled(
     attention, back = measure.curve(measure.attention, lengths)
     experts, experts_back = measure.curve(measure.experts, _doubled(FEWEST, max(FEWEST, most)))
     head, _ = measure.curve(measure.head, lengths)
+    memory = float(psutil.virtual_memory().total)  # of a CPU that of its host
+    if device.type == "cuda":
+        memory = float(torch.cuda.mem_get_info(device)[1])
     return Profiled(
-        AcceleratorCosts(name, USABLE * _memory(device), experts, attention, head),
+        AcceleratorCosts(name, USABLE * memory, experts, attention, head),
         mean((back, experts_back)),
     )
 
@@ -120,7 +117,7 @@ class _Measure:
         given = self._given(length)
         config = self._model.config
 
-        def pass_() -> Callable[[], None]:
+        def pass_() -> Callable[[], object]:
             cut = Cut(lambda _: self._pieces.first(given), None, again=False)
             ends = PieceOutputs(*cut.ends)
             ones = PieceOutputs(
@@ -129,11 +126,7 @@ class _Measure:
                 torch.ones_like(ends.x),
                 torch.full_like(ends.balance, config.balance_coefficient),
             )
-
-            def back() -> None:
-                cut.backward(ones)
-
-            return back
+            return partial(cut.backward, ones)
 
         return self._fastest(pass_)
 
@@ -144,7 +137,7 @@ class _Measure:
         x = self._normal(rows * count, experts)
         ends = torch.arange(1, count + 1, device=self._device) * rows
 
-        def pass_() -> Callable[[], None]:
+        def pass_() -> Callable[[], object]:
             leaf = x.clone().requires_grad_(True)
             made = experts.made(leaf, ends, experts.gate_up, experts.down)
             return lambda: torch.autograd.backward(made, torch.ones_like(made))
@@ -159,7 +152,7 @@ class _Measure:
         residual, apart = self._normal(tokens, experts), self._normal(tokens * k, experts)
         shares = torch.ones(tokens, k, device=self._device) / k
 
-        def pass_() -> Callable[[], None]:
+        def pass_() -> Callable[[], object]:
             leaves = (residual, shares, apart.view(tokens, k, -1))
             coming = PieceInputs(*(one.clone().requires_grad_(True) for one in leaves))
             hidden = self._pieces.last(given, coming)
@@ -168,7 +161,7 @@ class _Measure:
 
         return self._fastest(pass_)
 
-    def _fastest(self, pass_: Callable[[], Callable[[], None]]) -> tuple[float, float]:
+    def _fastest(self, pass_: Callable[[], Callable[[], object]]) -> tuple[float, float]:
         """Seconds forward and backward, of a few passes after one that is not counted."""
         times = []
         for _ in range(1 + REPEATS):
@@ -207,10 +200,3 @@ class _Measure:
         generator = torch.Generator(self._device).manual_seed(rows)
         width = like.config.hidden_size
         return torch.randn(rows, width, generator=generator, device=self._device).to(like.down)
-
-
-def _memory(device: torch.device) -> float:
-    """Bytes of a device; of a CPU those of its host."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[1])
-    return float(psutil.virtual_memory().total)

@@ -1,6 +1,4 @@
-"""The profile of a rank's accelerator: measured once for a model, a kind and a length, and kept on
-the host.
-"""
+"""The profile of a rank's accelerator, measured once and kept on the host."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ MEASURE_S = 300.0  # three curves, of which each takes up to its budget and one 
 
 
 async def profile_of(mesh: Mesh, data: JobData) -> dict[str, Any]:
-    """What a rank publishes of the accelerator that it computes on, for the planner to divide the
-    core by; nothing where it cannot be measured.
-    """
+    """Return what a rank publishes of its accelerator, for the planner; or nothing."""
     accelerator = mesh.settings.accelerator
     name = kind_of(accelerator) or accelerator
     about = _about(data, name)
@@ -58,7 +54,6 @@ async def profile_of(mesh: Mesh, data: JobData) -> dict[str, Any]:
 
 
 def _about(data: JobData, name: str) -> dict[str, Any]:
-    """All that a profile depends on."""
     config, training = model_config(data), data.config.training
     shape = {key: value for key, value in asdict(config).items() if key != "source"}
     return {

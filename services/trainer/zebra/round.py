@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.base.clock import SystemClock
 from common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
-from common.model.network.moe import Experts, inverse
+from common.model.network.moe import inverse
 from services.trainer.models.forward import Placed
 from services.trainer.zebra import experts as of_experts
 from services.trainer.zebra.experts import Made
@@ -24,9 +24,8 @@ from services.trainer.zebra.owners import ZebraOwners
 from services.trainer.zebra.pace import ZebraPace
 from services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces
 
-Head = Callable[
-    [int, Placed, PieceInputs], PieceInputs | None
-]  # micro-batch, ..; the gradients of what came
+# Of micro-batch, ..; the gradients of what came.
+Head = Callable[[int, Placed, PieceInputs], PieceInputs | None]
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,8 @@ class Round:
         self._layers = len(owners.mixture_layers)
         self._micros: list[Passed] = []
         self._made: dict[tuple[int, int], Made] = {}  # by mixture layer and micro-batch
-        self._own: dict[
-            ExchangeKey, tuple[Tensor, Tensor | None]
-        ] = {}  # rows that stay here, and counts
+        # Rows that stay here, and counts.
+        self._own: dict[ExchangeKey, tuple[Tensor, Tensor | None]] = {}
         self._own_made: dict[ExchangeKey, Tensor] = {}
         self._keeps = True
         self.spans: list[ComputedSpan] = []
@@ -107,8 +105,14 @@ class Round:
         combined = [one for key in keys if (one := self._combined(key))]
         with self._dispatch.round(dispatched, shared), self._combine.round(combined, shared):
             for task in self._order(micros):
-                if not (forward_only and task.backward):
-                    self._do(task, head)
+                if forward_only and task.backward:
+                    continue
+                if task.work is not TaskKind.ATTENTION:
+                    self._experts(task)
+                elif task.backward:
+                    self._attention_backward(task)
+                else:
+                    self._attention(task, head)
         self._micros = []
 
     def fail(self, error: BaseException) -> None:
@@ -125,14 +129,6 @@ class Round:
     def transfers(self) -> list[tuple[float, float]]:
         """When this rank gave something in the last round, on the monotonic clock."""
         return self._dispatch.transfers + self._combine.transfers
-
-    def _do(self, task: Task, head: Head) -> None:
-        if task.work is not TaskKind.ATTENTION:
-            self._experts(task)
-        elif task.backward:
-            self._attention_backward(task)
-        else:
-            self._attention(task, head)
 
     @contextmanager
     def _timed(self, task: Task, sizes: Sequence[float]) -> Iterator[None]:
@@ -192,7 +188,6 @@ class Round:
             self._send_back(number - 1, j)
 
     def _coming(self, number: int, j: int) -> PieceInputs:
-        """What piece `number` begins with: the experts' answer, and what the piece before kept."""
         passed = self._micros[j]
         ends = PieceOutputs(*passed.cuts[number - 1].ends)
         apart = self._joined(False, number - 1, j, passed.sent[number - 1])
@@ -206,7 +201,6 @@ class Round:
         self._give(ExchangeKey(False, mixture, j), found, rows)
 
     def _send_back(self, mixture: int, j: int) -> None:
-        """The gradients of what the experts of a layer made."""
         passed = self._micros[j]
         assert passed.slope is not None
         slope = passed.slope.apart.reshape(-1, self._width)
@@ -248,13 +242,18 @@ class Round:
     def _experts(self, task: Task) -> None:
         key, place = ExchangeKey(task.backward, task.layer, task.micro), (task.layer, task.micro)
         rows, counts = self._came(key)
-        sizes = self._sizes(counts, place) if self._pace is not None else []
+        sizes: list[float] = []  # rows that each expert here gets
+        if self._pace is not None and counts:
+            sizes = torch.stack(list(counts.values())).sum(0).tolist()
+        elif self._pace is not None:
+            ends = self._made[place].ends
+            sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         with self._timed(task, sizes):
             if task.backward:
                 found = of_experts.backward(self._made.pop(place), rows)
             else:
                 found, made = of_experts.forward(
-                    self._module(task.layer), counts, rows, self._keeps, self._again
+                    self._pieces.layer(task.layer).experts, counts, rows, self._keeps, self._again
                 )
                 if self._keeps:
                     self._made[place] = made
@@ -276,25 +275,12 @@ class Round:
                 counts[self._rank] = own_counts
         return rows, counts
 
-    def _sizes(self, counts: Mapping[int, Tensor], place: tuple[int, int]) -> list[float]:
-        """How many rows each expert here gets."""
-        if counts:
-            rows = torch.stack(list(counts.values())).sum(0)
-        else:
-            ends = self._made[place].ends
-            rows = ends.diff(prepend=ends.new_zeros(1))
-        return [float(count) for count in rows.tolist()]
-
-    def _module(self, mixture: int) -> Experts:
-        return self._pieces.layer(mixture).experts
-
     # -- exchanges -------------------------------------------------------------------------------
 
     def _experts_here(self, mixture: int) -> slice:
         return self._owners.experts_of(mixture, self._rank)
 
     def _from_others(self) -> list[int]:
-        """The other attention ranks."""
         return [rank for rank in range(self._owners.attention) if rank != self._rank]
 
     def _to_others(self, mixture: int) -> bool:
@@ -314,18 +300,11 @@ class Round:
         def sizes() -> dict[int, int]:
             return self._dispatch.came(key._replace(backward=False))
 
-        return Exchange(
-            key,
-            waits=self._attends,
-            counted=not key.backward,
-            sources=sources,
-            width=self._width,
-            dtype=self._dtype,
-            sizes=sizes if key.backward else dict,
-        )
+        known = sizes if key.backward else dict
+        about = sources, self._width, self._dtype, known
+        return Exchange(key, self._attends, not key.backward, *about)
 
     def _combined(self, key: ExchangeKey) -> Exchange | None:
-        """What comes back from them."""
         _, mixture, j = key
         others = [rank for rank in self._owners.owners(mixture) if rank != self._rank]
         sources = dict.fromkeys(others, 0) if self._attends else {}
@@ -336,12 +315,5 @@ class Round:
         def sizes() -> dict[int, int]:
             return {rank: self._micros[j].sent[mixture].sizes[rank] for rank in sources}
 
-        return Exchange(
-            key,
-            waits=True,
-            counted=False,
-            sources=sources,
-            width=self._width,
-            dtype=self._dtype,
-            sizes=sizes,
-        )
+        about = sources, self._width, self._dtype, sizes
+        return Exchange(key, True, False, *about)
