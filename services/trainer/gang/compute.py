@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -313,7 +313,7 @@ class Compute:
                     await self._blocking(memory.give_back)
                     raise
                 self._memory = None
-                lost = await self._group.lost(cast(MeshError, error))
+                lost = await self._group.lost(error)
                 raise Damaged(str(lost), where=self._mesh.name) from error
             self._memory = None
             with suppress(MeshError):
