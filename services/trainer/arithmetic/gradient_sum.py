@@ -8,11 +8,7 @@ from common.base.errors import Refused
 
 
 class GradientSum:
-    """Added in the order of rounds, because float addition has one.
-
-    Threads may share it without a lock: who takes a gradient out of what waits adds it, and nobody
-    finds the next one before that is done.
-    """
+    """Added in the order of rounds, by who takes a gradient out: threads need no lock."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None

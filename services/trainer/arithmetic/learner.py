@@ -99,9 +99,7 @@ class Learner:
         return gradient, stats
 
     def _losses(self, bin: Bin, out: Outputs) -> tuple[list[Tensor], list[Tensor | None], BinStats]:
-        """What the backward pass of a bin begins at, and with which gradients (None: a scalar's),
-        but for the balance of a mixture; and the bin's statistics.
-        """
+        """Return a bin's roots and their gradients (None: a scalar's), and its statistics."""
         terms = self._terms(bin, out)
         weight = pick(bin.weight, out.places)
         found = objective(terms, weight, self._config)
@@ -170,9 +168,7 @@ class Learner:
         return {name: self._part(name, own[name]).slice(part, parts) for name in names}
 
     def saved(self, masters: bool) -> dict[str, Part]:
-        """What a checkpoint keeps of the rows that lie here: the state, and with `masters` the
-        weights in float32; views, but for counts.
-        """
+        """Return what a checkpoint keeps of the rows here: state, and float32 `masters`; views."""
         found = {name: self._part(name, tensor) for name, tensor in self.state().items()}
         if masters:
             found |= {MASTER + name: part for name, part in self.rows(self.weights()).items()}

@@ -44,9 +44,7 @@ SAVE = PieceKind("save")
 
 
 class PieceRunner:
-    """What does not compute, as keeping a gradient or writing what was copied, takes no time slice.
-    A piece waits for the core's sleep to end before it asks for one.
-    """
+    """What does not compute takes no time slice; a piece waits for the core to be awake."""
 
     def __init__(
         self, mesh: Mesh, turns: Turns | None = None, pace: TrainingPace | None = None

@@ -253,9 +253,7 @@ class TrainerCore(Actor):
         await patiently(mesh.clock, lambda: jobs.set_phase(*about))
 
     async def train(self) -> None:
-        """Steps until the budget is spent, while the job trains: one that has ended may go on.
-        RankLost when no step gets done because ranks are lost.
-        """
+        """Step until the budget is spent, while the job trains; RankLost when none gets done."""
         row, losses = await self._row(), RankLosses(self.mesh, self.data.id)
         budget = self.data.config.budget.steps
         while self.position.version < budget:

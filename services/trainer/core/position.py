@@ -50,9 +50,7 @@ class Position:
         self.covered, self.whole = covered, True
 
     def described(self) -> dict[str, Any]:
-        """Describe the weights as they are now, for a process that goes on from them: version -1:
-        those of none. `manifest` names them, committed or not; empty: nothing does yet.
-        """
+        """Describe the weights for who goes on from them; version -1 and no `manifest`: of none."""
         version, born, manifest = -1, self.lineage, ""
         if self.whole and self.updating <= self.version:
             version, born, manifest = self.version, self.born, self.manifest

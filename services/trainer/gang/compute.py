@@ -75,9 +75,7 @@ _numbers = itertools.count(1)  # of restorings
 
 
 class Compute:
-    """Gradients of rounds are kept, by index, until `apply` adds them up in that order. With more
-    ranks than one it is to be formed before anything else.
-    """
+    """Gradients of rounds, kept until `apply` adds them up; a gang is to be formed first."""
 
     def __init__(
         self,
@@ -279,9 +277,7 @@ class Compute:
         return self._rank.bytes if self._memory is None else 0
 
     async def sleep(self, about: Callable[[], dict[str, Any]], keep: Keep) -> None:
-        """Has all of it kept between two pieces, with what is said `about` it as it then stands,
-        and frees its memory. As before when `keep` raises.
-        """
+        """Have all of it kept, with what `about` tells, and free its memory; or stay as before."""
         async with self.runner.falling_asleep():
             told = about() | {"counts": self._rank.learner.counts()}
             await self._all_sent()
@@ -350,9 +346,7 @@ class Compute:
 
     @piece(CHANGE)
     async def resume(self, about: Mapping[str, Any], take: Take) -> bool:
-        """Goes on from what another process has kept when it slept, and said about it. False, and
-        its state is to be given otherwise, when that is of another kind, or damaged.
-        """
+        """Go on from what a process has kept and told; False if that is of no use here."""
         told = dict(about)
         try:
             memory = await self._blocking(self._rank.memory, False)

@@ -60,9 +60,7 @@ class RankGroup:
         self._broken: Exception | None = None  # why the group is none any more
 
     async def form(self) -> None:
-        """Makes a group of all ranks as soon as they are there; RankLost if they do not come. What
-        no second try mends is raised at once: NoPort, ConfigError, a mistake of a rank.
-        """
+        """Make a group of all ranks; RankLost if they do not come; what is FOR_GOOD at once."""
         if not self.others:
             return
         clock = self._mesh.clock
@@ -108,9 +106,7 @@ class RankGroup:
             await self.together(FORM_S, Ranks.form, meetings, self._rank.form, *own)
 
     def _reachable(self, standing: Sequence[StandsBy]) -> tuple[str, str]:
-        """By which interface and address of this host ranks on others reach it; ConfigError when
-        they do not, or one of them cannot be reached: no second try helps.
-        """
+        """Return this host's interface and address for ranks on others; ConfigError without."""
         settings = self._mesh.settings
         interface = interfaces.wide(settings)
         address = address_of(interface)

@@ -18,9 +18,7 @@ class RankLosses:
         self.in_a_row = 0
 
     async def note(self, error: RankLost) -> None:
-        """Tells of a loss, once, however often Redis is asked; raises `error` when it is one too
-        many, and Fenced without the lease of this process.
-        """
+        """Tell of a loss, once; raise `error` when it is one too many, Fenced without a lease."""
         mesh = self._mesh
         self.in_a_row += 1
         mesh.telemetry.log.warning("step cut off", error=str(error))

@@ -24,9 +24,7 @@ from services.trainer.zebra.pace import pace_of
 
 
 def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:
-    """A rank of a core on an accelerator of this name, in no group yet. ConfigError where it is to
-    keep the pace of one of which none is declared.
-    """
+    """Make a rank on this accelerator, in no group yet; ConfigError without its pace."""
     division = division_of(data, seat.ranks, seat.apart)
     pace = pace_of(data, accelerator)
 

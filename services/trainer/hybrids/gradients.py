@@ -78,9 +78,7 @@ class Gradients:
             self._free(helper)
 
     async def lease(self, request: RoundRequest) -> RoundLease | None:
-        """The next round for a hybrid, or word of the weights that it needs first; None when there
-        is neither within the time that it waits. Fenced if it is no hybrid any more.
-        """
+        """Return a hybrid's next round or weights, None for neither in time; or Fenced."""
         clock = self._mesh.clock
         deadline = clock.monotonic() + min(request.wait_s, LONGEST_HOLD_S)
         while (lease := self._lease(request)) is None and clock.monotonic() < deadline:

@@ -173,9 +173,7 @@ def function(data: JobData, reference: str) -> Callable[..., Any]:
 
 
 def demonstrations(data: JobData) -> warm_start.Demonstrate:
-    """The job's function for its warm start; it raises ConfigError, with the line of the author's
-    code, for what raises there or is no demonstration.
-    """
+    """Return the job's function for its warm start, whose mistakes are ConfigErrors there."""
     use, directory = data.config.warm_start.demonstrations, str(data.modules)
     asked = function(data, use)
 

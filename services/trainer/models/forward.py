@@ -36,9 +36,7 @@ class Outputs:
 
 @dataclass(slots=True)
 class Placed:
-    """What a pass over the n places of a bin is given, on a device. There they are padded to one of
-    few sizes on a GPU, so that kernels and memory are used again.
-    """
+    """The inputs of a pass over a bin's n places on a device; padded to few sizes on a GPU."""
 
     tokens: Tensor  # int32 [n]
     positions: Tensor  # int32 [n]

@@ -13,10 +13,7 @@ from common.model.network.decoder import Decoder
 
 
 class WorkingCopy:
-    """A copy of a model in a narrower type, which passes run on while the masters are trained.
-
-    Gradients of one bin are as wide as the copy; over bins they are summed in float32.
-    """
+    """A narrower copy of a model for passes; over bins, gradients are summed in float32."""
 
     def __init__(self, masters: Decoder, dtype: torch.dtype) -> None:
         self.model = copy.deepcopy(masters).to(dtype)

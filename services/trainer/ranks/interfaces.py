@@ -15,9 +15,7 @@ _ours: dict[str, str] = {}  # what this process has set, by variable
 
 
 def wide(settings: MeshSettings) -> str:
-    """The interface by which ranks on other hosts reach this host; empty when that cannot be told:
-    none is set, and the address of `mesh.bind` is that of none.
-    """
+    """Return the interface by which ranks on others reach this host; empty if unknown."""
     chosen = _operators(GLOO).partition(",")[0] or settings.interface
     return chosen or interface_of(advertised_host(settings.bind).strip("[]"))
 

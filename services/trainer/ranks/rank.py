@@ -109,9 +109,7 @@ def leave_group() -> None:
 
 
 def of_the_group(error: RuntimeError) -> bool:
-    """Whether a collective raised it, because another rank is away or late, and not this rank's own
-    arithmetic. What gloo raises has no type of its own, but names gloo's source file.
-    """
+    """Whether a collective raised it, for another rank; gloo's errors name its source file."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
@@ -149,9 +147,7 @@ class Rank:
         pace: ZebraPace | None = None,
         bins: PacedBins | None = None,
     ) -> None:
-        """`division`: None: one bin for each rank. `pace`: what it is slowed down to, by its
-        learner's tasks, or by the passes over its `bins`.
-        """
+        """`pace`: what it is slowed down to, by its learner's tasks, or by passes over `bins`."""
         self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
         self.division: RoundDivision = division or EvenDivision(ranks)
         self._pace, self._bins = pace, bins

@@ -156,9 +156,7 @@ class RankStaging(_Part[StagedRows]):
         stager.write(await self._run(stager.lay, rows, deadline_s=MOVE_S))
 
     async def staged(self, order: RowsStaged) -> StagedRows:
-        """What lies where, once all was staged, however long the disk is full; RankLost when
-        nothing was.
-        """
+        """Return what lies where, once all was staged, however long; RankLost if nothing was."""
         stager = self._stager
         if stager is None or order.number != self._number:
             raise RankLost("nothing of this staging is here", where=self._mesh.name)

@@ -52,9 +52,7 @@ def exchanged(
 
 
 class Whole(torch.autograd.Function):
-    """All rows of a matrix whose ranks have some each, at most `each`, in the type of passes; its
-    gradient is the sum over these ranks, each its own rows, in the type of these.
-    """
+    """All rows of a matrix of which ranks have `each` at most; its gradient is summed over them."""
 
     @staticmethod
     def forward(

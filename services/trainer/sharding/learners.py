@@ -128,9 +128,7 @@ class RowsLearner(Learner, ABC):
 
 
 class ShardedLearner(RowsLearner):
-    """A learner whose model lies in rows over the ranks; gradients are sums over the ranks' bins,
-    each rank holding its rows. With `adapters` these learn, from `seed`, in place of the model.
-    """
+    """A learner whose model lies in rows over ranks; `adapters` learn in its place."""
 
     def __init__(
         self,

@@ -67,9 +67,7 @@ class Publisher:
 
     @property
     def narrow(self) -> bool:
-        """Whether what is published does not have all that is trained, so that checkpoints must:
-        also the base of adapters, which was published when `rollout.dtype` may have been another.
-        """
+        """Whether less is published than is trained, or was of a base, so that checkpoints must."""
         return bool({self._dtype, *self._types} - {MASTERS})
 
     @property
@@ -106,9 +104,7 @@ class Publisher:
         return frozenset(one.dtype for one in every if not (model and is_adapter(one.name)))
 
     async def stage(self, lineage: int, version: int, before: str) -> StagedVersion:
-        """Makes a version of the weights as they are now durable; `before` is the digest of the
-        manifest of another version of the same base, or empty.
-        """
+        """Make a version durable; `before`: digest of another one of the same base, or empty."""
         staged = await self.laid(lineage, version, before)
         await keep(self._mesh, staged)
         await self._deltas.begin(Base(lineage, version, staged.digest))

@@ -99,9 +99,7 @@ class Restoring:
         await self._see_to_version(name, checkpoint)
 
     async def mended(self, name: str, manifest: str) -> bool:
-        """Whether the store has a version whole, once it has what this checkpoint has of it: all,
-        or the base of its adapters; whoever has staged that.
-        """
+        """Whether the store has a version whole, once it has what this checkpoint has of it."""
         try:
             await self._see_to_version(
                 name, await self._ask(Weights.load, Load(self._data.id, name))
@@ -119,9 +117,7 @@ class Restoring:
             await self._make_again(name, checkpoint, error)
 
     async def _look_for(self, manifest: str) -> None:
-        """Damaged or NotFound unless the store has a version whole: whoever has masters of their
-        own goes on without it, and engines and the adapters of later versions do not.
-        """
+        """Damaged or NotFound unless the store has a version whole, as engines need it."""
         found = await Receiver(self._mesh, self._bulk).manifest(manifest)
         base = [found.base.digest] if found.base is not None else []
         for digest in dict.fromkeys([manifest, *base, *(one.chunk for one in found.tensors)]):

@@ -30,10 +30,7 @@ def forward(
     keeps: bool,
     again: bool,
 ) -> tuple[dict[int, Tensor], Made]:
-    """What the experts make of rows [m, hidden_size] of each attention rank, which come sorted by
-    expert, `counts` [experts here] of each. With `keeps` a backward pass follows, for which the
-    graph stays, or with `again` is made anew.
-    """
+    """Return what experts make of ranks' sorted rows; `keeps` its graph, or makes it `again`."""
     sources = sorted(rows)
     came = torch.stack([counts[rank] for rank in sources])  # [attention ranks, experts here]
     order = by_expert(came)

@@ -76,9 +76,7 @@ class Shared:
             raise RankLost(f"{what} took over {self._deadline_s:g} s")
 
     def rest(self, until_s: float) -> None:
-        """Does nothing until then, on the monotonic clock; the end is not slept through, as who
-        sleeps wakes late.
-        """
+        """Do nothing until then (monotonic); the very end is not slept through."""
         with self.condition:
             while not self._failed and (left_s := until_s - WAKES_S - self.now()) > 0:
                 self.condition.wait(left_s)
@@ -96,9 +94,7 @@ class Lane:
         device: torch.device,
         pace: ZebraPace | None = None,
     ) -> None:
-        """All ranks of the group make it together: it is reached once, as NCCL wants all of them
-        for its first call.
-        """
+        """All ranks of the group make it together, as NCCL wants for its first call."""
         self._name, self._group, self._device = name, group, device
         self._pace = pace
         self._stream: Any = None  # of its own on a GPU; elsewhere there are none

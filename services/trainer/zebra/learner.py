@@ -163,9 +163,7 @@ def check(config: ModelConfig, algorithm_config: AlgorithmConfig, division: Zebr
 
 
 def cut(model: Decoder, rank: int, owners: ZebraOwners, among: DeviceMesh | None) -> None:
-    """Leaves of a model on the `meta` device a rank's rows; those of attention ranks know that they
-    are cut over `among`, as Muon makes matrices whole.
-    """
+    """Leave a rank's rows of a model on `meta`; Muon knows those that are cut over `among`."""
     for name, parameter in list(model.named_parameters()):
         own = parameter.detach()[owners.rows(name, len(parameter), rank)]
         if among is not None and not is_expert(name):

@@ -20,9 +20,7 @@ from common.job.pace import LATE, declared_pace
 
 @dataclass
 class ZebraPace:
-    """That of one rank, which stands for an accelerator of `kind`. A real token stands for `tokens`
-    of the model that `profile` is of.
-    """
+    """A rank's pace: its accelerator's `kind`, and what `tokens` a real one stands for."""
 
     profile: Profile
     kind: AcceleratorCosts
@@ -46,9 +44,7 @@ class ZebraPace:
         return self.profile.link_latency_s + seconds
 
     def bin_s(self, lengths: Sequence[float], degree: int, back: bool = True) -> float:
-        """Of a bin of sequences of these lengths, forward and with `back` backward, on a rank like
-        all others, with experts over `degree` of them and rows spread evenly over experts.
-        """
+        """Seconds of a bin, and `back`, on a rank like all others with experts over `degree`."""
         profile, tokens = self.profile, sum(lengths)
         rows = tokens * profile.experts_per_token * degree / profile.experts
         layer = self._of(self.kind.attention, lengths)

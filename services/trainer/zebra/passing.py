@@ -81,9 +81,7 @@ class Passing:
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
-        """Flat float32: that of this rank's rows, parameter after parameter, summed over the
-        attention ranks' bins. All attention ranks ask together; the sums are given up.
-        """
+        """Return the flat float32 gradient of this rank's rows, summed over attention ranks."""
         sums, self._sums = self._sums, {}
         parts = []
         for name, parameter in self._parameters.items():

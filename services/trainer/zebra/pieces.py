@@ -95,9 +95,7 @@ class Pieces:
 
 
 class Cut:
-    """A piece's pass over one bin: forward now, backward later. With `again` it keeps what goes in
-    alone, and computes the rest again on the way back.
-    """
+    """A piece's pass over one bin: forward now, backward later, or `again` from its inputs."""
 
     def __init__(
         self,
