@@ -20,7 +20,7 @@ import torch
 
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import Request
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from loadtests.measuring.entry import options
 
 SLOTS = 64

@@ -20,9 +20,8 @@ from common.generation.contract import Request
 from common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Sought
 from common.model.architecture.config import ModelConfig
 from loadtests.measuring.models import Tensors, drawn, shape
-from services.engine.kv.chunk_files import ChunkFiles, ChunkHead
+from services.engine.kv.chunk_files import ChunkFiles, ChunkHead, domain_of, names_of
 from services.engine.kv.host_cache import HostCache
-from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.shelf import KVTier
 
 VOCAB = 2048  # tokens of prompts

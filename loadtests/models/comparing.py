@@ -20,7 +20,7 @@ from common.base.errors import MeshError
 from common.generation.builtin.build import build
 from common.generation.contract import Request
 from common.model.architecture.config import ModelConfig
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from common.model.network.decoder import Decoder
 from kernels.ops.varlen import VarlenAttention
 from loadtests.models.changed import change

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common.model.architecture.config import ModelConfig
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from kernels.cost import BinCost
 from kernels.packing import Round, RoundPacker, makespan, pack_rounds
@@ -24,6 +23,7 @@ from loadtests.measuring.entry import flat
 from loadtests.packing.peers import PEERS
 from services.trainer.bins.packing import Bin, Sequence, make_bins
 from services.trainer.models.forward import forward, fuse
+from tests.attention import causal_attention
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 SEQUENCES, BUDGET, MEDIAN, LONGEST = 4096, 32_768, 1000.0, 16_384

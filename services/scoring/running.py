@@ -19,10 +19,9 @@ from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.mesh.runtime.patience import patiently
 from common.model.architecture.config import ModelConfig
 from common.model.files.checkpoint import load_config
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from common.model.network.lora import merged
-from common.model.tokens.tokenizer import Tokenizer
-from common.model.tokens.vocabulary import with_tokenizer
+from common.model.tokens.tokenizer import Tokenizer, with_tokenizer
 from common.state import jobs
 from common.state.pool.workers.seat import Seat
 from common.weights.bulk.port import BulkClient

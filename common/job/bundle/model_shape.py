@@ -8,7 +8,7 @@ from pathlib import Path
 from common.job.bundle.job_data import JobData
 from common.model.architecture.config import ModelConfig
 from common.model.files.checkpoint import load_config
-from common.model.tokens.vocabulary import with_tokenizer
+from common.model.tokens.tokenizer import with_tokenizer
 
 
 def model_config(data: JobData) -> ModelConfig:

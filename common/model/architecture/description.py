@@ -11,8 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from common.base.errors import ConfigError
-from common.model.architecture.architectures import ARCHITECTURES, HARMLESS, SIZES, Architecture
-from common.model.architecture.neutral import is_neutral
+from common.model.architecture.architectures import (
+    ARCHITECTURES,
+    HARMLESS,
+    SIZES,
+    Architecture,
+    is_neutral,
+)
 from common.model.architecture.rotary import KEYS as ROTARY_KEYS
 from common.model.architecture.rotary import rotary
 
@@ -29,9 +34,16 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     this decoder does not compute such a model.
     """
     name, architecture = _architecture(raw)
-    _refuse_quantized(raw)
+    for key in _QUANTIZED:
+        if found := raw.get(key):
+            method = found.get("quant_method") if isinstance(found, Mapping) else None
+            raise ConfigError(
+                f"the weights are quantized ({method or 'by ' + key}), which cannot be trained",
+                where=f"config.json: {key}",
+                fix="take the model's unquantized weights (bfloat16, float16 or float32)",
+            )
     _refuse_unknown(raw, architecture)
-    value = _reader(raw, architecture)
+    value = _ConfigReader(raw, architecture)
     _refuse_unsupported(value)
     heads, hidden = _need(raw, "num_attention_heads"), _need(raw, "hidden_size")
     layers, positions = _need(raw, "num_hidden_layers"), int(value("max_position_embeddings"))
@@ -50,7 +62,8 @@ def fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": scaling or None,
         "norm_eps": float(value("rms_norm_eps")),
         "qk_norm": name in ("qwen3", "qwen3_moe"),
-        "attention_bias": _bias(name, value),
+        "attention_bias": name == "qwen2"
+        or bool(value("qkv_bias" if name == "qwen2_moe" else "attention_bias")),
         "tie_embeddings": bool(value("tie_word_embeddings")),
         "max_positions": positions,
         "bos_id": raw.get("bos_token_id"),
@@ -118,17 +131,6 @@ def _architecture(raw: Mapping[str, Any]) -> tuple[str, Architecture]:
     return name, ARCHITECTURES[name]
 
 
-def _refuse_quantized(raw: Mapping[str, Any]) -> None:
-    for key in _QUANTIZED:
-        if found := raw.get(key):
-            method = found.get("quant_method") if isinstance(found, Mapping) else None
-            raise ConfigError(
-                f"the weights are quantized ({method or 'by ' + key}), which cannot be trained",
-                where=f"config.json: {key}",
-                fix="take the model's unquantized weights (bfloat16, float16 or float32)",
-            )
-
-
 def _refuse_unknown(raw: Mapping[str, Any], architecture: Architecture) -> None:
     known = {*architecture.defaults, *architecture.ignored, *SIZES, *ROTARY_KEYS, *_QUANTIZED}
     if "num_local_experts" in known:
@@ -156,6 +158,10 @@ class _ConfigReader:
     """A config.json's values, the architecture's own where there is none."""
 
     def __init__(self, raw: Mapping[str, Any], architecture: Architecture) -> None:
+        if raw["model_type"] in ("mixtral", "qwen3_moe"):  # two names of one key
+            names = ("num_experts", "num_local_experts")
+            found = [raw[name] for name in names if raw.get(name) is not None]
+            raw = {**raw, **{name: found[0] for name in names if found and raw.get(name) is None}}
         self._raw, self._defaults = raw, architecture.defaults
 
     def __call__(self, key: str) -> Any:
@@ -165,17 +171,6 @@ class _ConfigReader:
         default = self._defaults.get(key)
         # A window may be said to be none; of other keys, null stands for nothing.
         return None if key == "sliding_window" and key in self._raw else default
-
-
-def _reader(raw: Mapping[str, Any], architecture: Architecture) -> _ConfigReader:
-    if raw["model_type"] in ("mixtral", "qwen3_moe"):  # two names of one key
-        for one, other in (
-            ("num_experts", "num_local_experts"),
-            ("num_local_experts", "num_experts"),
-        ):
-            if raw.get(one) is None and raw.get(other) is not None:
-                raw = {**raw, one: raw[other]}
-    return _ConfigReader(raw, architecture)
 
 
 def _refuse_unsupported(value: _ConfigReader) -> None:
@@ -205,14 +200,7 @@ def _need(raw: Mapping[str, Any], key: str) -> int:
     return int(raw[key])
 
 
-def _bias(name: str, value: _ConfigReader) -> bool:
-    if name == "qwen2":
-        return True
-    return bool(value("qkv_bias" if name == "qwen2_moe" else "attention_bias"))
-
-
 def _unrotated(value: _ConfigReader, layers: int) -> tuple[int, ...]:
-    """Layers without rotary embedding."""
     listed, interval = value("no_rope_layers"), value("no_rope_layer_interval")
     if listed is not None:
         if len(listed) < layers:
@@ -290,7 +278,6 @@ def _windows_described(config: ModelConfig) -> dict[str, Any]:
 def _mixture(
     name: str, architecture: Architecture, value: _ConfigReader, layers: int
 ) -> dict[str, Any]:
-    """The fields of a mixture of experts."""
     if not architecture.experts:
         return {}
     mixtral = name == "mixtral"

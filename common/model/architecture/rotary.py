@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.base.errors import ConfigError
-from common.model.architecture.neutral import is_neutral
+from common.model.architecture.architectures import is_neutral
 
 _ORIGINAL = "original_max_position_embeddings"
 # Kind of scaling -> what it must have, and what it may have beside.

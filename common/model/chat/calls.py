@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.base.encoding.finite_json import DECODER, NotFinite
@@ -58,7 +58,7 @@ def hermes(text: str) -> Written:
             problem = call.problem if end < 0 else INVALID
             call = ParsedCall("", {}, "", problem, rest[:stop].strip())
         elif not (tag and tag[0] == CLOSE):
-            call = _problem(call, call.problem or "unclosed")
+            call = replace(call, problem=call.problem or "unclosed")
         calls.append(call)
         _, opened, rest = rest[stop:].partition(OPEN)
     return Written(content, calls)
@@ -150,7 +150,6 @@ def _object_at(text: str, arguments: bool = False) -> tuple[ParsedCall, int]:
 
 
 def _unread(error: Exception) -> str:
-    """Why the JSON of a call cannot be read."""
     return f"{error} is not a finite number" if isinstance(error, NotFinite) else INVALID
 
 
@@ -181,7 +180,3 @@ def _from_object(found: Any, raw: str) -> ParsedCall:
         unread if unread and unread != INVALID else problem,
         raw,
     )
-
-
-def _problem(call: ParsedCall, problem: str) -> ParsedCall:
-    return ParsedCall(call.name, call.arguments, call.id, problem, call.raw)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -190,7 +191,17 @@ class _TemplateConversation(ChatConversation):
             raise ChatBroken("the model has not had its turn")
         chat, reply = self._chat, self._reply
         if chat.history == REFUSE:
-            self._check_past(reply, messages)
+            conversation, tools = [*self._messages, reply], self._tools
+            before = chat.rendering.text(conversation, tools, generate=False)
+            ends = [(at, end) for end in chat.stop_tokens if (at := before.rfind(end)) >= 0]
+            past = before[: max(ends)[0]] if ends else before
+            after = chat.rendering.text([*conversation, *messages], tools, generate=True)
+            if not after.startswith(past):
+                raise ChatBroken(
+                    "the chat template writes an earlier turn otherwise now than it was sampled, "
+                    "as those do that drop its reasoning",
+                    fix='set environment.chat_history = "keep" to go on with what was sampled',
+                )
         mark = _mark([*self._messages, *messages])
         text = self._after([*self._messages, _marked(reply, mark)], messages)
         added = self._follows(text, mark, "tool_calls" in reply)
@@ -228,27 +239,15 @@ class _TemplateConversation(ChatConversation):
         try:
             return rendering.text([*before, *messages], self._tools, generate=True)
         except ChatBroken:
-            single = [_last_call(message) for message in before]
+            single = [
+                said | {"tool_calls": calls[-1:]} if (calls := said.get("tool_calls")) else said
+                for said in before
+            ]
             if single == before:
                 raise
             return rendering.text([*single, *messages], self._tools, generate=True)
 
-    def _check_past(self, reply: Message, messages: Sequence[Message]) -> None:
-        before = self._chat.rendering.text([*self._messages, reply], self._tools, generate=False)
-        ends = [(at, end) for end in self._chat.stop_tokens if (at := before.rfind(end)) >= 0]
-        past = before[: max(ends)[0]] if ends else before
-        after = self._chat.rendering.text(
-            [*self._messages, reply, *messages], self._tools, generate=True
-        )
-        if not after.startswith(past):
-            raise ChatBroken(
-                "the chat template writes an earlier turn otherwise now than it was sampled, as "
-                "those do that drop its reasoning",
-                fix='set environment.chat_history = "keep" to go on with what was sampled',
-            )
-
     def _thought(self, text: str) -> tuple[str, str]:
-        """(reasoning, what follows it) of a template that knows reasoning."""
         begun = text.lstrip().startswith(THINK)
         if not self._chat.reasons or not (begun or self._thinking):
             return "", text
@@ -260,7 +259,7 @@ class _TemplateConversation(ChatConversation):
         """The call with the id that it was given, or with one that every template takes."""
         self._calls += 1
         identity = call.id if IDENTITY.fullmatch(call.id) else f"call{self._calls:05d}"
-        return ParsedCall(call.name, call.arguments, identity, call.problem, call.raw)
+        return replace(call, id=identity)
 
 
 def _head(prompt: str, messages: Sequence[Message]) -> str:
@@ -290,7 +289,6 @@ def _end(rendering: Rendering, special: dict[str, int]) -> str:
 
 
 def _message(reply: Reply) -> Message:
-    """The turn as templates take it."""
     message: Message = {"role": "assistant", "content": reply.content}
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
@@ -321,8 +319,3 @@ def _marked(message: Message, mark: str) -> Message:
         return {"role": "assistant", "content": mark}
     called = calls[-1]["function"] | {"arguments": {"value": mark}}
     return {"role": "assistant", "content": "", "tool_calls": [calls[-1] | {"function": called}]}
-
-
-def _last_call(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": calls[-1:]} if calls else message

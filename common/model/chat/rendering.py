@@ -107,8 +107,6 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict`, without its attributes."""
-
     def __call__(self, *pairs: Any, **named: Any) -> dict[Any, Any]:
         return dict(*pairs, **named)
 

@@ -149,7 +149,11 @@ def files(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     index = directory / INDEX
     if not index.is_file():
-        raise _none(directory)
+        what, fix = others(directory) or ("", "Name a Hugging Face directory with safetensors")
+        has = f"; it has {what}" if what else ""
+        raise ConfigError(
+            f"there is neither {SINGLE} nor {INDEX}{has}", where=str(directory), fix=fix
+        )
     try:
         refuse_pointer(index)
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
@@ -264,12 +268,6 @@ def refuse_pointer(file: Path) -> None:
                 where=str(file),
                 fix="Run `git lfs pull` in its directory, or download it from the Hub",
             )
-
-
-def _none(directory: Path) -> ConfigError:
-    what, fix = others(directory) or ("", "Name a Hugging Face directory with safetensors")
-    has = f"; it has {what}" if what else ""
-    return ConfigError(f"there is neither {SINGLE} nor {INDEX}{has}", where=str(directory), fix=fix)
 
 
 def others(directory: Path) -> tuple[str, str] | None:

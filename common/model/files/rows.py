@@ -1,31 +1,32 @@
 """The values that a model's parameters begin with, some rows at a time: drawn, or read from a
 Hugging Face directory. So nobody has to hold a model whole to hold its rows.
+
+It is also the way in which whole models are loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from common.base.errors import ConfigError
 from common.model.architecture.architectures import ARCHITECTURES
 from common.model.architecture.config import ModelConfig
+from common.model.files.checkpoint import load_config
 from common.model.files.checkpoint_files import UNEMBEDDING, check, files, header, not_finite
 from common.model.files.checkpoint_files import StoredTensor as OnDisk
-from common.model.files.hf import OUTSIDE, WHOLE, fused_parts, readable
+from common.model.files.hf import OUTSIDE, WHOLE, fused_parts
+from common.model.files.safetensors_file import DTYPES
 from common.model.network.decoder import Decoder, spread
 
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # Numbers that are drawn or read together: 16 MiB in float32. A multiple of 16, see `normal_rows`.
 BLOCK = 1 << 22
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}  # safetensors' names of what is trained
 
 
 class Beginning(Protocol):
@@ -45,6 +46,30 @@ def begin(model: Decoder, beginning: Beginning, device: str) -> Decoder:
         beginning.fill(name, parameter.shape, 0, parameter.detach())
     model.settle()
     return model
+
+
+def load_model(path: str | Path) -> tuple[ModelConfig, Decoder]:
+    """The model of a directory (one safetensors file, or shards with their index), on the CPU, in
+    float32; ConfigError when it cannot be read.
+    """
+    directory = Path(path)
+    config = load_config(directory)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    return config, begin(decoder, StoredRows(directory, config), "cpu")
+
+
+@contextmanager
+def readable(place: Path) -> Iterator[None]:
+    """ConfigError, within the block, for what else than a model is at `place`."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ConfigError(
+            f"the model cannot be read: {type(error).__name__}: {error}",
+            where=str(place),
+            fix="copy it there again, as a whole",
+        ) from error
 
 
 class Drawn:
@@ -81,18 +106,13 @@ def normal_rows(
     """
     flat, width = into.view(-1), shape[1:].numel()
     begin, end = first * width, first * width + flat.numel()
-    for start, stop in _blocks(shape.numel(), block):
+    starts = range(0, max(shape.numel() - block, 0) + 1, block)
+    for start in starts:
+        stop = shape.numel() if start == starts[-1] else start + block
         drawn = torch.empty(stop - start).normal_(std=std, generator=generator)
         low, high = max(start, begin), min(stop, end)
         if low < high:
             flat[low - begin : high - begin].copy_(drawn[low - start : high - start])
-
-
-def _blocks(count: int, block: int) -> Iterator[tuple[int, int]]:
-    """Spans of `block` numbers, the last one with what is left over."""
-    starts = range(0, max(count - block, 0) + 1, block)
-    for start in starts:
-        yield start, count if start == starts[-1] else start + block
 
 
 class StoredRows:
@@ -115,7 +135,9 @@ class StoredRows:
         """
         layer, _, own = name.removeprefix("layers.").partition(".")
         if not own:
-            self._fill_from([(self._outside(name), shape[0])], first, into)
+            alone = self._config.tie_embeddings and OUTSIDE[name] not in self._tensors
+            source = UNEMBEDDING if name == "embedding" and alone else OUTSIDE[name]
+            self._fill_from([(source, shape[0])], first, into)
             return
         prefix = f"model.layers.{layer}."
         if own.startswith("experts."):
@@ -125,10 +147,6 @@ class StoredRows:
         else:
             parts = [(prefix + part, rows) for part, rows in self._parts[own].items()]
             self._fill_from(parts, first, into)
-
-    def _outside(self, name: str) -> str:
-        alone = self._config.tie_embeddings and OUTSIDE[name] not in self._tensors
-        return UNEMBEDDING if name == "embedding" and alone else OUTSIDE[name]
 
     def _fill_experts(self, name: str, prefix: str, first: int, into: Tensor) -> None:
         """Of a matrix for each expert, some experts; of what all share, some rows."""

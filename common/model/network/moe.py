@@ -156,7 +156,6 @@ class Experts(nn.Module):
         return (self._grouped if grouped else self._one_by_one)(rows, ends, gate_up, down)
 
     def _one_by_one(self, rows: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """An expert after the other, those with tokens."""
         stops = ends.tolist()
         parts = []
         # unbind: its gradient is one stack, that of an index would be a matrix of zeros for each

@@ -41,13 +41,10 @@ class Plain:
         if norms is not None:
             parts = zip(qk.split_with_sizes(counts, -2), norms, strict=True)
             qk = torch.cat([self.normed(part, weight, eps) for part, weight in parts], -2)
-        q, k = rotate(qk, cos, sin).split_with_sizes(counts, -2)
+        # Of halves (a, b): (a cos - b sin, b cos + a sin); `sin` is signed.
+        turned = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
+        q, k = turned.split_with_sizes(counts, -2)
         return q, k, v
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of halves (a, b) -> (a cos - b sin, b cos + a sin); `sin` is signed."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 PLAIN = Plain()

@@ -134,6 +134,5 @@ def _marked(found: re.Match[str]) -> str:
 
 
 def _involved(merge: str | list[str]) -> tuple[str, str, str]:
-    """Both sides of a merge of BPE, and what it makes of them."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
 
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from common.base.errors import ConfigError
-from common.model.tokens.coverage import Coverage
+from common.model.architecture.config import ModelConfig
 from common.model.tokens.quoting import Quoting, is_marked
 
 # Special tokens of some tokenizers that are words of a model's turn, and begin or end none.
 WORDS = ("<think>", "</think>", "[THINK]", "[/THINK]")
+PROBES = ("\U000103a0", "\u1699")  # letters of Old Persian and Ogham, alike to a vocabulary
+# Spaces, control and format characters and marks, which normalizers drop and move.
+UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Me")
 BESIDE = (  # what may lie beside a tokenizer.json and belongs to it, as transformers writes it
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -138,23 +144,18 @@ class Tokenizer:
         What it would put last is left out, since the sequence goes on. With `quote`, the text is
         untrusted, and no other special token is made of it.
         """
-        head = self._head(text)
+        head: list[int] = []
+        if self._backend.num_special_tokens_to_add(False):
+            # Without a token of its own, what comes first cannot be told from what comes last.
+            bare = self._backend.encode(text or self.id_to_token(0), add_special_tokens=False)
+            whole = self._backend.post_process(bare, None, True)
+            head = whole.ids[: whole.special_tokens_mask.index(0)]
         if quote:
             written = "".join(self.id_to_token(i) or "" for i in head)
             written = written if text.startswith(written) else ""
             text = written + self.quote(text[len(written) :])
         ids = self.encode(text)
         return ids if ids[: len(head)] == head else head + ids
-
-    def _head(self, text: str) -> list[int]:
-        if not self._backend.num_special_tokens_to_add(False):
-            return []
-        # Without a token of its own, what comes first cannot be told from what comes last.
-        bare = self._backend.encode(text or self.id_to_token(0), add_special_tokens=False)
-        whole = self._backend.post_process(bare, None, True)
-        first: int = whole.special_tokens_mask.index(0)
-        head: list[int] = whole.ids[:first]
-        return head
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -184,3 +185,72 @@ def character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     backend.save(str(path))
     return Tokenizer(backend)
+
+
+class Coverage:
+    """Text that a tokenizer does not write: characters that it drops or replaces by its unknown
+    token.
+
+    Tokenizers of bytes, or with bytes to fall back on, write every text.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._dropped: dict[str, bool] = {}
+
+    @cached_property
+    def _probed(self) -> tuple[bool, int | None]:
+        """(True if characters are lost without an error, the id of the unknown token)."""
+        try:
+            first, second = (self._backend.encode(p, add_special_tokens=False) for p in PROBES)
+        except Exception:  # the library raises nothing narrower, and loses nothing silently then
+            return False, None
+        if first.ids != second.ids:
+            return False, None
+        return True, first.ids[-1] if first.ids else None
+
+    def lost(self, text: str) -> list[str]:
+        """The pieces of a text that its ids do not say, each once."""
+        loses, unknown = self._probed
+        if not loses:
+            return []
+        found = dict.fromkeys(c for c in dict.fromkeys(text) if self._is_dropped(c))
+        if unknown is not None:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+            for i, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+                piece = text[begin:end].strip() or text[begin:end]
+                if i == unknown and piece and piece != self._backend.id_to_token(i):
+                    found[piece] = None
+        return list(found)
+
+    def _is_dropped(self, character: str) -> bool:
+        if character not in self._dropped:
+            ids = self._backend.encode(character, add_special_tokens=False).ids
+            self._dropped[character] = not ids and (unicodedata.category(character) not in UNSEEN)
+        return self._dropped[character]
+
+
+def absent_ids(ids: Iterable[int], rows: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges [first, end) of [0, rows) that hold none of `ids`, ascending."""
+    found, expected = [], 0
+    for present in sorted({i for i in ids if 0 <= i < rows} | {rows}):
+        if present > expected:
+            found.append((expected, present))
+        expected = present + 1
+    return tuple(found)
+
+
+def with_tokenizer(config: ModelConfig, tokenizer: Path) -> ModelConfig:
+    """Return the shape of a model that generates and trains with this tokenizer.json.
+
+    Ids that a model's head has and its tokenizer lacks have no text (many published heads are
+    padded): a reward, an environment and the next turn's prompt cannot see them. They are never
+    sampled, and no probability is left for them (`ModelConfig.absent_ids`).
+    """
+    return replace(config, absent_ids=_absent(tokenizer, config.vocab_size))
+
+
+@cache
+def _absent(tokenizer: Path, rows: int) -> tuple[tuple[int, int], ...]:
+    """Read a tokenizer once in a process: a bundle never changes."""
+    return absent_ids(Tokenizer.load(tokenizer).vocabulary.values(), rows)

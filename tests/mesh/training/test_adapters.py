@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from common.api.weights import Manifest
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from common.model.network.lora import is_adapter
 from common.weights.bulk.port import ChunkStore
 from common.weights.layout.manifest import read_whole

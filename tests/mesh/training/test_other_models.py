@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.model.architecture.config import ModelConfig
-from common.model.files.hf import load_model, save_model
+from common.model.files.hf import save_model
+from common.model.files.rows import load_model
 from common.model.network.decoder import Decoder
 from common.weights.bulk.port import ChunkStore
 from meshrl.job.checks.machine.weights import READ_BYTES

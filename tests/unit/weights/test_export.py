@@ -19,9 +19,9 @@ from common.base.files.sealed import sealed
 from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, LoraConfig
 from common.model.architecture.config import ModelConfig
-from common.model.files.hf import load_model, save_model
+from common.model.files.hf import save_model
+from common.model.files.rows import load_model
 from common.model.files.safetensors_file import NAMES
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from common.model.tokens.tokenizer import character_tokenizer
 from common.records.checkpoints import STATE, checkpoint_name, digests_below
@@ -30,6 +30,7 @@ from common.weights.output import write_version
 from services.trainer.models import lora
 from services.weights.committed import StoredVersion, versions
 from services.weights.export import chosen, write, write_below
+from tests.attention import causal_attention
 from tests.unit.common.base.files.harms import flip
 
 SHAPE = ModelConfig(

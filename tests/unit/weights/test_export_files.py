@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.job.config import JobConfig, LoraConfig
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from meshrl.job.bundle import pack
 from services.trainer.models import lora
 from services.weights.export import write

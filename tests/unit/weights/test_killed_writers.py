@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from services.weights.making import MARKER
 from services.weights.versions.__main__ import answered
 from services.weights.versions.exporting import BEGUN

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.base.errors import Damaged, Refused
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from services.weights.committed import versions
 from services.weights.export import scratch_of, write
 from services.weights.making import MADE, MARKER, OLD, making, put

@@ -17,7 +17,7 @@ from common.base.clock import SystemClock
 from common.base.errors import Damaged, DeadlineExceeded, NotFound
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import MeshSettings
-from common.model.files.hf import load_model
+from common.model.files.rows import load_model
 from common.state import events, jobs
 from common.state.redis.client import State
 from meshrl.directory.versions import copied

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from common.base.errors import ConfigError, MeshError, NotFound, QuotaExceeded, Refused, StorageFull
 from common.base.files.sealed import sealed
-from common.model.files.hf import load_model, save_model
+from common.model.files.hf import save_model
+from common.model.files.rows import load_model
 from common.model.tokens.tokenizer import character_tokenizer
 from common.records.checkpoints import checkpoint_name
 from meshrl.cli import app

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.job.config import JobConfig
 from common.model.chat.chat import TEMPLATE, Chat, ChatBroken, format_of
-from common.model.chat.end_tokens import end_tokens
+from common.model.chat.files import end_tokens
 from common.model.chat.messages import conversation_of
 from common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import rows

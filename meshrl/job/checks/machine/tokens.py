@@ -8,8 +8,7 @@ from functools import lru_cache
 from common.base.errors import ConfigError
 from common.job.config import INITIAL, RolloutConfig
 from common.model.architecture.config import ModelConfig
-from common.model.tokens.tokenizer import Tokenizer
-from common.model.tokens.vocabulary import absent_ids
+from common.model.tokens.tokenizer import Tokenizer, absent_ids
 from meshrl.job.loaded import JobFile
 from meshrl.job.model_files import loaded, shape_at
 

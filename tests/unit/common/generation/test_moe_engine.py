@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from common.base.experts import NO_EXPERTS, UNKNOWN
 from common.generation.builtin.build import TorchEngine
 from common.generation.contract import Flush, flush_of, joined, rows_of
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder, SparseLayer
 from common.model.network.moe import Routing
+from tests.attention import causal_attention
 from tests.unit.common.generation.engines_under_test import (
     MOE,
     VOCAB,

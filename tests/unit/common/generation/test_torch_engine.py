@@ -11,8 +11,8 @@ import torch
 
 from common.base.errors import ConfigError, Refused
 from common.generation.builtin.build import TorchEngine
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
+from tests.attention import causal_attention
 from tests.unit.common.generation.engines_under_test import (
     VOCAB,
     Heard,

@@ -11,9 +11,9 @@ import torch
 import xxhash
 
 from common.model.architecture.config import ModelConfig
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from kernels.ops.varlen import VarlenAttention
+from tests.attention import causal_attention
 from tests.load import scaled
 
 TINY = ModelConfig(

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from common.base.errors import ConfigError
 from common.model.architecture.config import ModelConfig
 from common.model.files.checkpoint import load_config
-from common.model.files.hf import load_model, save_model
+from common.model.files.hf import save_model
+from common.model.files.rows import load_model
 from common.model.network.decoder import Decoder
 
 TINY = ModelConfig(

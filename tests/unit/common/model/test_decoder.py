@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from common.model.architecture.config import ModelConfig
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from common.model.network.pointwise import Plain
+from tests.attention import causal_attention
 
 QWEN2 = ModelConfig(
     architecture="qwen2",

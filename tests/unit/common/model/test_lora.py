@@ -17,11 +17,12 @@ from common.generation.builtin.build import build
 from common.job.config import LoraConfig
 from common.model.architecture.config import ModelConfig
 from common.model.architecture.projections import check_adapters, targeted
-from common.model.files.hf import load_model, save_model
-from common.model.network.attention import causal_attention
+from common.model.files.hf import save_model
+from common.model.files.rows import load_model
 from common.model.network.decoder import Decoder
 from common.model.network.lora import is_adapter, merged, save_adapter
 from services.trainer.models import lora
+from tests.attention import causal_attention
 
 SHAPE = ModelConfig(
     architecture="qwen2",

@@ -10,9 +10,9 @@ import torch
 
 from common.base.experts import UNKNOWN
 from common.model.architecture.config import ModelConfig
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder, SparseLayer
 from common.model.network.moe import Experts, Routing, balance
+from tests.attention import causal_attention
 
 MOE = ModelConfig(
     architecture="qwen3_moe",

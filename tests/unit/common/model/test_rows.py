@@ -10,8 +10,8 @@ import torch
 
 from common.base.errors import ConfigError
 from common.model.architecture.config import ModelConfig
-from common.model.files.hf import load_model, save_model
-from common.model.files.rows import Beginning, Drawn, StoredRows, normal_rows
+from common.model.files.hf import save_model
+from common.model.files.rows import Beginning, Drawn, StoredRows, load_model, normal_rows
 from common.model.network.decoder import Decoder, Layer
 
 DENSE = {

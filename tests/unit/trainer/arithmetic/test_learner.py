@@ -12,11 +12,11 @@ import torch
 from common.base.errors import MeshError
 from common.job.config import AlgorithmConfig, OptimizerConfig
 from common.model.architecture.config import ModelConfig
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from services.trainer.arithmetic.learner import Learner, add
 from services.trainer.arithmetic.stats import BinStats
 from services.trainer.bins.packing import Sequence, make_bins
+from tests.attention import causal_attention
 from tests.unit.trainer.handing_over import handed_over
 
 MODEL = ModelConfig(

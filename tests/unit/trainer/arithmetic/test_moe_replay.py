@@ -46,7 +46,7 @@ def sampled(path: str, model: Decoder, prompts: list[list[int]], tokens: int = 9
             np.array(heard[i].versions, np.int32),
             np.array(heard[i].experts, np.int16),
         )
-        t.buffer.sampled(*columns)
+        t.sampled(*columns)
         t.appended([1, 2])  # what a tool answers, and nobody sampled
         members.append(t)
     group = Group(

@@ -11,7 +11,6 @@ import torch
 
 from common.job.config import AlgorithmConfig, JobConfig, OptimizerConfig
 from common.model.architecture.config import ModelConfig
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from services.trainer.algorithms import algorithm
 from services.trainer.arithmetic.aggregation import denominator
@@ -21,6 +20,7 @@ from services.trainer.bins.packing import Bin, Sequence, fill, make_bins, packed
 from services.trainer.losses.terms import LossTerms
 from services.trainer.models import critic
 from services.trainer.models.forward import checkpoint_layers
+from tests.attention import causal_attention
 from tests.unit.trainer.handing_over import handed_over
 
 MODEL = ModelConfig(

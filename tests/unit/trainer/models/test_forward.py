@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.model.architecture.config import ModelConfig
-from common.model.network.attention import causal_attention
 from common.model.network.decoder import Decoder
 from services.trainer.bins.packing import Bin, Sequence, fill
 from services.trainer.models.forward import Outputs, checkpoint_layers, forward, fuse
 from services.trainer.models.precision import WorkingCopy
+from tests.attention import causal_attention
 
 CONFIG = ModelConfig(
     architecture="qwen3",

@@ -1,0 +1,27 @@
+"""The simplest attention function of a decoder: whole sequences, one in a row."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from common.model.network.attention import visible
+
+
+def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
+    """Rows [rows, length, ..] of one sequence each: every place sees itself and what lies before,
+    as far back as the window.
+
+    What lies behind a shorter sequence gives numbers that nobody reads.
+    """
+    length = q.shape[1]
+    slides = 0 < window < length
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=visible(length, length, window, q.device) if slides else None,
+        is_causal=not slides,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.transpose(1, 2)
