@@ -315,8 +315,12 @@ def joined(first: Flush, second: Flush) -> Flush:
     """Both flushes as one, the first before the second."""
     unmodified = NO_FLOATS
     if len(first.unmodified) or len(second.unmodified):
-        parts = (f.unmodified if len(f.unmodified) else _unasked(f) for f in (first, second))
-        unmodified = np.concatenate(list(parts))
+        unmodified = np.concatenate(
+            [
+                f.unmodified if len(f.unmodified) else np.full(len(f.tokens), np.nan, np.float32)
+                for f in (first, second)
+            ]
+        )
     return Flush(
         ids=np.concatenate((first.ids, second.ids)),
         counts=np.concatenate((first.counts, second.counts)),
@@ -342,10 +346,6 @@ def rows_of(flush: Flush, rows: NDArray[np.bool_]) -> Flush:
         finish=flush.finish[rows],
         experts=flush.experts[tokens] if len(flush.experts) else flush.experts,
     )
-
-
-def _unasked(flush: Flush) -> NDArray[np.float32]:
-    return np.full(len(flush.tokens), np.nan, np.float32)
 
 
 def _unmodified(piece: FlushPiece) -> NDArray[np.float32]:

@@ -106,22 +106,21 @@ def leave(directory: Path, descriptor: int | None = None) -> bool:
     if descriptor is not None:
         os.close(descriptor)
     with unheld(directory / ENGINES) as nobody:
-        return nobody and _removed(directory)
-
-
-def _removed(directory: Path) -> bool:
-    try:
-        for path in directory.iterdir():  # the lock's file last: who comes meanwhile waits for it
-            if path.name == ENGINES:
-                continue
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        (directory / ENGINES).unlink()
-        directory.rmdir()
-        with suppress(OSError):  # other jobs of the host have theirs there
-            directory.parent.rmdir()
-    except OSError:
-        return False
-    return True
+        if not nobody:
+            return False
+        try:
+            # The lock's file last: who comes meanwhile waits for it.
+            for path in directory.iterdir():
+                if path.name == ENGINES:
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+            (directory / ENGINES).unlink()
+            directory.rmdir()
+            with suppress(OSError):  # other jobs of the host have theirs there
+                directory.parent.rmdir()
+        except OSError:
+            return False
+        return True

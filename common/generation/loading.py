@@ -117,7 +117,7 @@ class Loading:
         if self.alone:
             return 0
         inside = -computed % CHUNK  # tokens of a chunk that was begun: nobody brings those
-        load_s = self._pace_s(now_s) * (gap - inside) / CHUNK
+        load_s = max(self.expected_s, now_s - self._last_s) * (gap - inside) / CHUNK
         share = 0.5
         if tokens_per_s:
             if load_s <= CHUNK / tokens_per_s:
@@ -130,10 +130,6 @@ class Loading:
     def stalled(self, now_s: float) -> bool:
         """Whether nothing has come for so long that nobody should wait for it alone."""
         return now_s - self._last_s > STALL_S
-
-    def _pace_s(self, now_s: float) -> float:
-        """Seconds for a chunk: as expected, or as long as the next one keeps us waiting."""
-        return max(self.expected_s, now_s - self._last_s)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.generation.builtin.prefill_rate import PrefillRate
-from common.generation.builtin.schedule import PREFILL_TOKENS
+from common.generation.builtin.schedule import PREFILL_TOKENS, PrefillRate
 from common.generation.loading import CHUNK, Loading
 
 NOTHING = np.zeros(0, np.uint8)

@@ -219,5 +219,4 @@ class PrefixCache:
 
 
 def _root(weights: int) -> int:
-    """The id of the root of what these weights computed."""
     return -weights

@@ -106,7 +106,11 @@ class Slots:
         Where a session goes another way than its cache, only entries of the weights that are loaded
         are kept, since no token would show that they are mixed; none of another adapter's ever.
         """
-        slot = self._take(request.session)
+        slot = self._idle.pop(request.session, -1)
+        if slot < 0:
+            free = self._free
+            slot = heapq.heappop(free) if free else self._idle.pop(next(iter(self._idle)))
+            self.computed[slot] = 0
         weights = int(self.numbers[adapter])
         if self.adapter[slot] != adapter:
             self.adapter[slot], self.computed[slot] = adapter, 0
@@ -114,7 +118,10 @@ class Slots:
         cached = min(int(self.computed[slot]), n)
         same = tokens[:cached] == self.tokens[slot, :cached]
         kept = cached if same.all() else int(same.argmin())
-        goes_on = kept == self.computed[slot] and self._shows(slot, tokens)
+        # The first token that was sampled over the cache tells of the weights before later ones.
+        first = int(self.first_sampled[slot])
+        shows = first < n and int(tokens[first]) == int(self.tokens[slot, first])
+        goes_on = kept == self.computed[slot] and shows
         if self.weights[slot] != weights and not goes_on:
             kept = 0
         kept = min(kept, n - 1)  # the last token runs again: it is what the next is sampled from
@@ -134,12 +141,6 @@ class Slots:
         self._set_stops(slot, request.stop_ids)
         self._slot_of[request.id] = slot
         return slot
-
-    def _shows(self, slot: int, tokens: NDArray[np.int32]) -> bool:
-        """Whether `tokens` hold the first one that was sampled over the slot's cache: it tells of
-        the weights that came before later ones."""
-        first = int(self.first_sampled[slot])
-        return first < len(tokens) and int(tokens[first]) == int(self.tokens[slot, first])
 
     def end(self, slot: int, code: Finish) -> list[int]:
         """Ends the slot's request; its session, if it has one, keeps the slot idle. The slots that
@@ -231,17 +232,13 @@ class Slots:
         live = np.flatnonzero((self.request != NOBODY) & (self.known > self.flushed))
         if not len(live):
             return ended
-        growing = self._growth(live)
-        return growing if ended is None else joined(ended, growing)
-
-    def _growth(self, live: NDArray[np.int64]) -> Flush:
         start, end = self.flushed[live], self.known[live]
         counts = end - start
         rows = np.repeat(live, counts)
         offsets = np.repeat(start - (np.cumsum(counts) - counts), counts)
         columns = np.arange(len(rows)) + offsets
         self.flushed[live] = end
-        return Flush(
+        growing = Flush(
             ids=self.request[live],
             counts=counts.astype(np.int32),
             tokens=self.tokens[rows, columns].astype(np.int32),
@@ -251,6 +248,7 @@ class Slots:
             finish=np.full(len(live), Finish.RUNNING, np.int8),
             experts=self.experts[rows, columns] if self.experts.size else NO_EXPERTS,
         )
+        return growing if ended is None else joined(ended, growing)
 
     def _asked(
         self, live: NDArray[np.int64], rows: NDArray[np.int64], columns: NDArray[np.int64]
@@ -271,13 +269,6 @@ class Slots:
             self.unmodified[slot, new].copy() if self.wants_unmodified[slot] else None,
             self.experts[slot, new].copy() if self.experts.size else None,
         )
-
-    def _take(self, session: int) -> int:
-        if session in self._idle:
-            return self._idle.pop(session)
-        slot = heapq.heappop(self._free) if self._free else self._idle.pop(next(iter(self._idle)))
-        self.computed[slot] = 0
-        return slot
 
     def _give_back(self, slot: int) -> None:
         self.session[slot] = NO_SESSION

@@ -1,8 +1,12 @@
-"""Builds the built-in engine, on the fastest path that this host supports."""
+"""Builds the built-in engine, on the fastest path that this host supports: on a GPU the GPU's, or
+none at all.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,15 +16,59 @@ from common.generation.batch.blocks import BLOCK
 from common.generation.batch.paged import PagedMemory
 from common.generation.batch.slots import Slots
 from common.generation.builtin.engine import EngineOptions, TorchEngine
-from common.generation.builtin.paths import PATHS, chosen
 from common.generation.steps.graphs import GraphCompute
-from common.generation.steps.native import DTYPES, NativeCompute
+from common.generation.steps.native import DTYPES, NativeCompute, native_library
+from common.hardware.gpus import computing
 from common.model.architecture.config import ModelConfig
+from kernels.build import Library
+from kernels.ops import can_be_captured
 
+PATHS = ("auto", "native", "eager", "graphs")
 NAMES = {"eager": "torch eager", "graphs": "graphs"}  # of the torch paths, for people
 BUILD_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
+_LOG = logging.getLogger(__name__)
 
 __all__ = ["BUILD_S", "PATHS", "TorchEngine", "build"]
+
+
+@dataclass(frozen=True)
+class ChosenPath:
+    """A path, and where it computes."""
+
+    path: str  # native | eager | graphs
+    device: torch.device
+    why: str = ""  # it is not a faster one
+    library: Library | None = None  # of the native path
+
+
+def chosen(path: str, device: str, config: ModelConfig, dtype: str) -> ChosenPath:
+    """What `path` means for a worker of `device` ("cpu" or "cuda"). `auto` on cuda is the GPU's
+    path or NoGpuPath, never another one; on a CPU it is native, or eager where there is no
+    compiler. ConfigError where native is asked for and cannot be had.
+    """
+    cpu = torch.device("cpu")
+    if device == "cuda" and path in ("auto", "graphs"):
+        return on_gpu()
+    if path == "graphs":
+        return ChosenPath("graphs", cpu)
+    if device == "cuda":
+        _LOG.warning("the engine decodes on the CPU of a worker with a GPU: rollout.path %s", path)
+    if path == "eager":
+        return ChosenPath("eager", cpu, "asked for")
+    found = native_library(config, dtype)
+    if found.path is not None:
+        return ChosenPath("native", cpu, library=found)
+    if path == "native":
+        raise ConfigError(found.reason, where="rollout.path", fix="install g++, or use eager")
+    _LOG.warning("the engine takes its torch path: %s", found.reason)
+    return ChosenPath("eager", cpu, found.reason)
+
+
+def on_gpu() -> ChosenPath:
+    """The GPU's path; NoGpuPath, with what is missing."""
+    computing.need("the engine")
+    why = "" if can_be_captured() else "operators are plain PyTorch, without CUDA graphs"
+    return ChosenPath("graphs", torch.device("cuda"), why)
 
 
 def build(
@@ -37,7 +85,7 @@ def build(
     """An engine of `slots` sequences of up to `max_length` tokens, asleep until it gets weights.
 
     `path`: `native` needs a C++ compiler, `eager` only torch, `graphs` is for a GPU, and runs on a
-    CPU as well; `auto` is what `device`, "cpu" or "cuda", has for it (`paths.py`). `kv_tokens`: of
+    CPU as well; `auto` is what `device`, "cpu" or "cuda", has for it (`chosen`). `kv_tokens`: of
     the paged cache; 0: all slots full. `options` are EngineOptions'. ConfigError for what cannot be
     had, a GPU among it.
     """

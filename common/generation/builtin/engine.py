@@ -21,11 +21,10 @@ from common.generation.batch.adapters import changes_of
 from common.generation.batch.paged import PagedMemory
 from common.generation.batch.parts import StepCompute
 from common.generation.batch.slots import Slots
-from common.generation.builtin.cache_moves import cached
-from common.generation.builtin.loaded import LoadedWeights
+from common.generation.builtin.loaded import LoadedWeights, check_shapes, shapes_of
+from common.generation.builtin.prefix_loads import cached
 from common.generation.builtin.schedule import STRETCH, Schedule
 from common.generation.builtin.stop_text import StopText
-from common.generation.builtin.weights import check_shapes, shapes_of
 from common.generation.contract import (
     NO_VERSION,
     Flush,
@@ -38,7 +37,7 @@ from common.generation.contract import (
     replacing,
     too_long,
 )
-from common.generation.loading import Loading, Prefixes
+from common.generation.loading import Prefixes
 from common.model.architecture.config import ModelConfig
 
 
@@ -91,6 +90,8 @@ class TorchEngine:
         self._weights = LoadedWeights(slots)
         about = slots, compute, memory, self._weights, self._stop_text, self._clock
         self.schedule = Schedule(*about, mixed=not self._recompute)
+        loads = self.schedule.loads
+        self.expect, self.offer, self.keep_all = loads.expect, loads.offer, loads.keep_all
         self._paused = False
 
     @property
@@ -185,9 +186,7 @@ class TorchEngine:
         self.schedule.loads.release(gone)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
-        """The tokens since the last drain, each once; None: there are none. `ended_only` leaves out
-        requests that still run.
-        """
+        """See `TokenEngine`."""
         return self._slots.drain(ended_only)
 
     def pause(self) -> None:
@@ -256,12 +255,10 @@ class TorchEngine:
         for slot in rows[slots.finish[rows] != Finish.RUNNING].tolist():
             self.schedule.end(slot, Finish(slots.finish[slot]))
 
-    # -- the cache -------------------------------------------------------------------------------
-
     # -- sessions that move ----------------------------------------------------------------------
 
     def cached(self, session: int) -> SessionCache | None:
-        """What it has computed of an idle session; None: nothing that could be taken over."""
+        """See `TokenEngine`."""
         slot = self._slots.idle_slot(session)
         if slot is None or not self._weights.able:
             return None
@@ -269,29 +266,11 @@ class TorchEngine:
         return cached(self._slots, slot, self._compute.layout, adapter)
 
     def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
-        """A copy of the keys and values of tokens [start, end) of an idle session; None: it has
-        them no more.
-        """
+        """See `TokenEngine`."""
         slot = self._slots.idle_slot(session)
         if slot is None or not self._weights.able or self._slots.computed[slot] < end:
             return None
         return self._compute.read(slot, start, end)
-
-    def expect(self, session: int, load: Loading) -> None:
-        """The session's next request, or the one that is being prefilled, may be loaded by `load`:
-        an `offer` follows, or its end.
-        """
-        self.schedule.loads.expect(session, load)
-
-    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
-        """Tells what `load` brings, which may be expected already. False, and it is cancelled: it
-        must not or cannot be used.
-        """
-        return self.schedule.loads.offer(session, cache, load)
-
-    def keep_all(self) -> None:
-        """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
-        self.schedule.loads.keep_all()
 
     # -- weights ---------------------------------------------------------------------------------
 

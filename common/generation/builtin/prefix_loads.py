@@ -2,6 +2,11 @@
 
 Chunks are put where they belong between two steps, ahead of what the slot has computed and with
 holes between them; the slot jumps over them when it gets there.
+
+A token tells which weights sampled it; what an engine takes over must not let tokens of one version
+follow a cache of another without an earlier token that shows it. So a cache is taken over if the
+very weights that are loaded here computed all of it, or, where mixed caches are allowed, if a token
+in it was sampled under other weights than these: then it is as if the session had stayed.
 """
 
 from __future__ import annotations
@@ -15,11 +20,11 @@ from common.base.clock import Clock
 from common.generation.batch.paged import PagedMemory
 from common.generation.batch.parts import StepCompute
 from common.generation.batch.slots import Slots
-from common.generation.builtin.cache_moves import OLDER, shown
 from common.generation.builtin.loaded import LoadedWeights
-from common.generation.contract import SessionCache
+from common.generation.contract import MIXED, SessionCache
 from common.generation.loading import WORTH, KeptPrefix, Loading, Origin, Prefixes, Sought
 
+OLDER = -1  # number of the weights of a cache that these weights did not compute, or not all of it
 MOST_OFFERED = 16  # sessions whose caches come before their requests
 STOP_S = 0.05  # to copy what a slot lets go of, while others decode
 LEAVE_S = 2.0  # to copy what all slots have computed, when nothing decodes any more
@@ -91,7 +96,6 @@ class PrefixLoads:
         return not load.cancelled
 
     def _takes(self, cache: SessionCache, load: Loading) -> bool:
-        """Whether another engine's cache may be used here."""
         slots, place = self._slots, self._weights.places.get(cache.adapter)
         fits = cache.layout == self._compute.layout and len(cache.tokens) < slots.max_length
         if place is None or not self._weights.able or not fits:
@@ -189,21 +193,17 @@ class PrefixLoads:
         computed = int(slots.computed[slot])
         reached = load.reach(computed)
         if reached > computed:
-            self._came_from(slot, load, reached)
+            slots, origin = self._slots, load.origin
+            if load.alone:
+                slots.weights[slot] = OLDER
+            sampled = origin is not None and origin.first_sampled < reached
+            if origin is not None and sampled and slots.first_sampled[slot] > origin.first_sampled:
+                slots.first_sampled[slot] = origin.first_sampled
+                slots.versions[slot, origin.first_sampled] = origin.first_version
             slots.computed[slot] = load.claimed = reached
             self._memory.publish(slot, tail=True)
         if load.ended(reached):
             self.stop(slot)
-
-    def _came_from(self, slot: int, load: Loading, reached: int) -> None:
-        """Notes which weights a slot's cache is of that has come from elsewhere."""
-        slots, origin = self._slots, load.origin
-        if load.alone:
-            slots.weights[slot] = OLDER
-        sampled = origin is not None and origin.first_sampled < reached
-        if origin is not None and sampled and slots.first_sampled[slot] > origin.first_sampled:
-            slots.first_sampled[slot] = origin.first_sampled
-            slots.versions[slot, origin.first_sampled] = origin.first_version
 
     def stop(self, slot: int) -> None:
         """Nothing more is wanted of what is on its way to a slot."""
@@ -240,3 +240,28 @@ class PrefixLoads:
             left_s = until_s - self._clock.monotonic()
             if left_s > 0:
                 self.keep(slot, lost=True, stop_s=left_s)
+
+
+def cached(slots: Slots, slot: int, layout: str, adapter: str) -> SessionCache | None:
+    """What a slot has computed, with the adapter of this name; None: nothing that another engine
+    could take over.
+    """
+    n = int(slots.computed[slot])
+    first = min(int(slots.first_sampled[slot]), n)
+    mixed = bool(slots.weights[slot] != slots.current(slot))
+    version = int(slots.loaded[slots.adapter[slot]])
+    if not n or (mixed and first == n):
+        return None
+    return SessionCache(
+        tokens=slots.tokens[slot, :n].astype(np.int32),
+        layout=layout,
+        version=MIXED if mixed else version,
+        first_sampled=first,
+        first_version=int(slots.versions[slot, first]) if first < n else version,
+        adapter=adapter,
+    )
+
+
+def shown(cache: SessionCache, version: int) -> bool:
+    """Whether a token of a cache tells that it is of other weights than this version's."""
+    return cache.first_sampled < len(cache.tokens) and cache.first_version != version

@@ -13,14 +13,37 @@ from common.generation.batch.paged import PagedMemory
 from common.generation.batch.parts import StepCompute
 from common.generation.batch.slots import Slots
 from common.generation.builtin.loaded import LoadedWeights
-from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.prefix_loads import PrefixLoads
 from common.generation.builtin.stop_text import StopText
 from common.generation.contract import Request
 
 SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them
 STRETCH = 2  # tokens to compute from which a slot joins: each is a row of the same step
+HALF_LIFE = 8192  # tokens after which a measured rate counts half: engines warm up, contexts grow
 PREFILL_TOKENS = 512  # known tokens in a step, so that decoding rows do not wait for long
+
+
+class PrefillRate:
+    """A running average over steps in which stretches of known tokens were computed: how fast that
+    is, and so what recomputing a cache would take.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Known tokens computed in a second; 0: nothing is measured yet."""
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+    def add(self, tokens: int, rows: int, seconds: float) -> None:
+        """A step of `rows` tokens, `tokens` of them in stretches. The time is shared out evenly: a
+        token is a row, whether it was known or is decoded."""
+        if not seconds:
+            return  # less than the clock can tell
+        fade = 0.5 ** (tokens / HALF_LIFE)
+        self._tokens = self._tokens * fade + tokens
+        self._seconds = self._seconds * fade + seconds * tokens / rows
 
 
 class Schedule:
@@ -62,7 +85,7 @@ class Schedule:
         led: list[int] = []  # who computes or loads what others could share
         full = False  # somebody has no room: nobody who came later takes any
         loading = set(self.loads.under_way)
-        for slot in self._in_turn():
+        for slot in sorted(self.joining, key=self.loads.__contains__):
             if budget <= 0:
                 break
             if slot in loading and slot not in self.loads:
@@ -91,11 +114,6 @@ class Schedule:
                 chosen.append(slot)
                 counts.append(count)
         return chosen, counts
-
-    def _in_turn(self) -> list[int]:
-        """Joining slots in the order in which they get tokens of a step: first those for whom
-        nothing comes, oldest first."""
-        return sorted(self.joining, key=self.loads.__contains__)
 
     def _follows(self, slot: int, chosen: list[int]) -> bool:
         """Whether a slot of this step is computing what this one could share afterwards."""

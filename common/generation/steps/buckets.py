@@ -35,7 +35,8 @@ class GraphBuckets:
     """The shapes for up to `slots` rows of up to `max_length` tokens."""
 
     def __init__(self, slots: int, max_length: int) -> None:
-        self.lanes = _lanes(slots)
+        sizes = [1, 2, 4, *range(8, 64, 8), *range(64, slots + 32, 32)]
+        self.lanes = [n for n in sizes if n < slots] + [next(n for n in sizes if n >= slots)]
         self.contexts = [SHORTEST]
         while self.contexts[-1] < max_length:
             self.contexts.append(self.contexts[-1] * 2)
@@ -67,9 +68,3 @@ class GraphBuckets:
             groups.append((self.fitting(len(rows), int(lengths[rows].max())), np.sort(rows)))
             end = start
         return groups[::-1]
-
-
-def _lanes(slots: int) -> list[int]:
-    """1, 2, 4, 8, then every 8 to 64, then every 32: padding stays below a third."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, slots + 32, 32)]
-    return [n for n in sizes if n < slots] + [next(n for n in sizes if n >= slots)]

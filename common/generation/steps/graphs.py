@@ -24,7 +24,7 @@ from common.generation.batch.slots import Slots
 from common.generation.contract import NO_FLOATS, Ints
 from common.generation.steps.adapters import AdapterBank
 from common.generation.steps.buckets import GraphBucket, GraphBuckets
-from common.generation.steps.sampling import draw, joined_experts, unmodified
+from common.generation.steps.sampling import draw, unmodified
 from common.model.architecture.config import ModelConfig
 from common.model.network.attention import Attention, visible
 from common.model.network.decoder import Decoder
@@ -95,14 +95,19 @@ class GraphCompute:
         """Runs `counts[i]` known tokens of each slot, samples one token where none is left, and
         returns the number sampled. `steps` and `budget_s` are not used: it makes one step.
         """
-        self._refresh()
+        assert self._table is not None
+        shadow = self._shadow[:, : self._table.shape[1]]
+        if not np.array_equal(shadow, self._table):
+            shadow[:] = self._table
+            self._table_there.copy_(torch.from_numpy(self._shadow))
         single = counts == 1
         parts = []
         if not single.all():
             parts.append(self._prefill(slots[~single], counts[~single]))
         if single.any():
             parts.append(self._decode(slots[single]))
-        went = joined_experts([experts for _, experts in parts])
+        there = [experts for _, experts in parts if experts is not None]
+        went = torch.cat(there) if there else None
         order = np.concatenate((slots[~single], slots[single]))
         self._slots.computed[slots] += counts
         known = self._slots.known[order] == self._slots.computed[order]
@@ -113,16 +118,6 @@ class GraphCompute:
             went = went[chosen] if went is not None else None
             draw(self._slots, order[sampling], logits, went)
         return len(sampling)
-
-    def _refresh(self) -> None:
-        """The block table there, if it has changed here."""
-        assert self._table is not None
-        shadow = self._shadow[:, : self._table.shape[1]]
-        if not np.array_equal(shadow, self._table):
-            shadow[:] = self._table
-            self._table_there.copy_(torch.from_numpy(self._shadow))
-
-    # -- decode ----------------------------------------------------------------------------------
 
     def _decode(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Logits [n, vocab] behind the next token of each row, and the experts it went to."""
@@ -173,21 +168,18 @@ class GraphCompute:
         )
         groups = not self._config.experts or groups_here(self._config, self.model.embedding)
         if self._device.type == "cuda" and can_be_captured() and groups:
-            made.replay = self._graph(made)
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._forward(made)  # kernels are built and loaded before the capture
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._forward(made)
+            self._pool = graph.pool()  # all graphs take turns with the same memory
+            made.replay = graph.replay
         self._captured[bucket] = made
         return made
-
-    def _graph(self, made: CapturedBucket) -> Callable[[], None]:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._forward(made)  # kernels are built and loaded before the capture
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._forward(made)
-        self._pool = graph.pool()  # all graphs take turns with the same memory
-        return graph.replay
 
     def _forward(self, made: CapturedBucket) -> None:
         lengths = (made.positions + 1).to(torch.int32)
@@ -205,8 +197,6 @@ class GraphCompute:
         made.logits.copy_(self.model.logits(hidden))
         if routing.experts is not None:
             made.experts.copy_(routing.experts)
-
-    # -- prefill ---------------------------------------------------------------------------------
 
     def _prefill(self, slots: Rows, counts: Rows) -> tuple[Tensor, Tensor | None]:
         """Logits [n, vocab] behind the next `counts[i]` tokens of each of `slots`, and the experts
@@ -273,8 +263,6 @@ class GraphCompute:
             q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, enable_gqa=True
         )
         return out[0].transpose(0, 1)
-
-    # -- weights ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -354,15 +342,13 @@ class GraphCompute:
     def write(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
         """Puts what `read` gave into the slot's blocks."""
         held = self._held(slot, start, end)
-        whole = np.require(
-            content, requirements=("C", "W", "A")
-        )  # a copy, if it may not be written
+        # A copy, if it may not be written.
+        whole = np.require(content, requirements=("C", "W", "A"))
         for part, there in zip(self._halves(whole), (self.keys, self.values), strict=True):
             shape = (len(there), len(held), *there.shape[2:])
             there[:, held] = part.view(shape).to(self._device)
 
     def _halves(self, content: NDArray[np.uint8]) -> tuple[Tensor, ...]:
-        """Keys and values of `content`, flat."""
         return torch.from_numpy(content).view(self._dtype).chunk(2)
 
     def _held(self, slot: int, start: int, end: int) -> Tensor:

@@ -268,7 +268,10 @@ class NativeCompute:
 
     def _set(self, part: str, layer: int, given: list[Tensor]) -> None:
         """Packs a part; nothing is copied before, unless it is of a type that is not native."""
-        lying = [_lying(tensor) for tensor in given if tensor.numel()]
+        lying = []
+        for tensor in (tensor.detach().cpu() for tensor in given if tensor.numel()):
+            native = tensor.dtype in (torch.float32, torch.bfloat16)
+            lying.append((tensor if native else tensor.float()).contiguous())
         pieces, end = (_Piece * len(lying))(), 0
         for piece, tensor in zip(pieces, lying, strict=True):
             begin, end = end, end + tensor.numel()
@@ -373,15 +376,7 @@ def _place(name: str) -> tuple[str, int]:
     return part, int(layer)
 
 
-def _lying(tensor: Tensor) -> Tensor:
-    """Elements [n] that native code reads where they are."""
-    tensor = tensor.detach().cpu()
-    native = tensor.dtype in (torch.float32, torch.bfloat16)
-    return (tensor if native else tensor.float()).contiguous()
-
-
 def _described(slots: Slots, table: NDArray[np.int32]) -> _Slots:
-    """The addresses of the arrays."""
     described = _Slots(
         length=slots.max_length, table_width=table.shape[1], stop_width=slots.stops.shape[1]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,12 +46,6 @@ def draw(state: Slots, slots: Rows, logits: Tensor, experts: Tensor | None = Non
         return state.record(slots, tokens, logprobs, plain)
     went = experts.flatten(1).to(torch.int16).cpu().numpy()
     state.record(slots, tokens, logprobs, plain, went)
-
-
-def joined_experts(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The experts of a step's rows, [n, sparse layers, k]; None for a dense model."""
-    there = [part for part in parts if part is not None]
-    return torch.cat(there) if there else None
 
 
 def sample(

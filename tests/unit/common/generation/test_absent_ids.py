@@ -19,7 +19,7 @@ from common.job.bundle.model_shape import model_config
 from common.job.config import JobConfig
 from common.model.files.hf import save_model, state_to_hf
 from common.model.network.decoder import Decoder
-from common.model.tokens.vocabulary import absent_ids
+from common.model.tokens.tokenizer import absent_ids
 from services.engine.sglang.engine import SGLangEngine
 from services.scoring.running import _load
 from services.trainer.bins.packing import Sequence, fill

@@ -13,8 +13,8 @@ import pytest
 from common.generation.batch.blocks import BLOCK
 from common.generation.batch.paged import PagedMemory
 from common.generation.builtin.build import TorchEngine
-from common.generation.builtin.prefill_rate import PrefillRate
 from common.generation.builtin.prefix_loads import MOST_OFFERED
+from common.generation.builtin.schedule import PrefillRate
 from common.generation.contract import MIXED, Request, SessionCache
 from common.generation.loading import CHUNK, Loading, Origin
 from tests.unit.common.generation.engines_under_test import (
