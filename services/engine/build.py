@@ -45,8 +45,8 @@ async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
 
 
 async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLangEngine:
+    from services.engine.sglang.engine import attach
     from services.engine.sglang.server import Adapting, Launch, SGLangServer
-    from services.engine.sglang.startup import attach
 
     limits, lora = data.config.rollout, data.config.lora
     model = model_config(data)

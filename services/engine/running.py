@@ -162,7 +162,6 @@ async def main(seat: Seat) -> None:
 
 
 async def serve(mesh: Mesh, seat: Seat, open_engine: OpenEngine, driver: EngineDriver) -> None:
-    """The life of an engine process, until it is cancelled."""
     began = mesh.clock.monotonic()
     row = await patiently(mesh.clock, lambda: jobs.job(mesh.state, seat.job))
     data = await local_job(mesh, row)
@@ -237,7 +236,6 @@ async def _update(
     plain: Callable[[Tensors], Tensors],
     merging: Merging,
 ) -> None:
-    """Brings the engine to the version of a job's row, if the store has it."""
     if not merging.came(row.manifest) and await _beside(service.weights, versions, row):
         return
     image = await versions.received(row.manifest)

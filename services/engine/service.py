@@ -38,18 +38,16 @@ from common.mesh.residents.tiers import Tiers
 from common.mesh.residents.turns import Turns
 from common.mesh.runtime.calls.actor import Actor, call, cast, stream
 from common.mesh.runtime.mesh import Mesh
+from services.engine.kv.chunk_files import NAME_BYTES
 from services.engine.kv.host_cache import HostCache
-from services.engine.kv.keys import NAME_BYTES
 from services.engine.kv.moves import CacheMoves
-from services.engine.measurement.contexts import Contexts
 from services.engine.measurement.curve import CurveFit
 from services.engine.measurement.pauses import Pauses
-from services.engine.measurement.throughput import Throughput
+from services.engine.measurement.throughput import Contexts, Throughput
 from services.engine.stepping.commands import StepCommands
 from services.engine.stepping.emulation import EmulatedSteps
 from services.engine.stepping.shards import Attached, Shards
-from services.engine.weights.loaded import EngineWeights
-from services.engine.weights.sleeping import EngineSleeper
+from services.engine.weights.loaded import EngineSleeper, EngineWeights
 
 FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
@@ -122,7 +120,6 @@ class EngineService(Actor):
         return busy or self.commands.some
 
     def use(self, kv: HostCache) -> None:
-        """Has the engine keep what its own cache has no room for."""
         self.kv = self.weights.kv = kv
 
     def obey(self, in_turn: bool) -> None:
@@ -139,7 +136,6 @@ class EngineService(Actor):
         return "generate" if able and (self.engine.running or self.engine.waiting) else ""
 
     def flush(self) -> None:
-        """Hands over all that has come so far."""
         self._flush(self.mesh.clock.monotonic(), False)
 
     def _flush(self, now: float, busy: bool) -> None:
@@ -165,7 +161,6 @@ class EngineService(Actor):
             self.commands.deliver(partial(self._refuse, [r.id for r in requests], error))
 
     def stats(self) -> EngineStats:
-        """What it publishes of its engine, its speed and its load."""
         engine, steps, emulated = self.engine, self.steps, self.emulated
         curve = self.fit.curve("", steps.tensor_parallel)
         if curve is not None:
@@ -235,7 +230,6 @@ class EngineService(Actor):
         return Submitted()
 
     def _requests(self, owner: Attached, batch: Submit) -> list[Request]:
-        """Those of a batch, as the engine knows them."""
         how = batch.sampling
         stop, stop_text = tuple(how.stop), tuple(how.stop_text)
         ends = np.cumsum(batch.lengths)
@@ -337,17 +331,11 @@ class EngineService(Actor):
             while self.shards.out:
                 await self.mesh.clock.sleep(DRAIN_LOOK_S)
         self.shards.end()
-        await self._leave()
+        if (kv := self.kv) is not None:  # what was computed is left to the host's other engines
+            with suppress(MeshError):
+                await self.commands.between_steps(
+                    kv.keep_all, "caches to be kept", WRITTEN_S / 2, needs_turn=True
+                )
+                flush = partial(kv.writer.flush, WRITTEN_S / 2)
+                await self.mesh.host.run_blocking(flush, deadline_s=WRITTEN_S)
         return Drained()
-
-    async def _leave(self) -> None:
-        """What was computed is left to the host's other engines, as far as there is time."""
-        kv = self.kv
-        if kv is None:
-            return
-        with suppress(MeshError):
-            await self.commands.between_steps(
-                kv.keep_all, "caches to be kept", WRITTEN_S / 2, needs_turn=True
-            )
-            flush = partial(kv.writer.flush, WRITTEN_S / 2)
-            await self.mesh.host.run_blocking(flush, deadline_s=WRITTEN_S)

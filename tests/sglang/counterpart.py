@@ -26,11 +26,10 @@ from common.base.clock import Clock, SystemClock
 from common.base.errors import MeshError, PeerLost, Refused
 from common.generation.contract import FlushPiece, Request
 from common.model.architecture.config import ModelConfig
-from common.model.files.hf import state_from_hf, state_to_hf
+from common.model.files.hf import OUTSIDE, WHOLE, fused_parts, state_to_hf
 from services.engine.sglang import reading_back, v0_5
-from services.engine.sglang.control import Control
+from services.engine.sglang.control import Control, HealthWatch
 from services.engine.sglang.engine import ServedEngine, SGLangEngine
-from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
 from services.engine.sglang.requests import Requests
 from services.engine.sglang.weights import FromDisk, WeightTransport
@@ -223,7 +222,7 @@ class Counterpart:
         return web.json_response({"success": True, "message": ""})
 
     def _apply(self, version: int) -> None:
-        self.engine.swap(state_from_hf(TINY, self.theirs), version)
+        self.engine.swap(ours(self.theirs), version)
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -267,6 +266,20 @@ class Counterpart:
 
     async def _nothing(self, request: web.Request) -> web.Response:
         return web.json_response({})
+
+
+def ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a dense decoder of Hugging Face's tensors."""
+    state = {name: theirs[source] for name, source in OUTSIDE.items() if source in theirs}
+    for layer in range(TINY.layers):
+        own, prefix = f"layers.{layer}.", f"model.layers.{layer}."
+        for name, source in WHOLE.items():
+            if prefix + source in theirs:
+                state[own + name] = theirs[prefix + source]
+        for name, parts in fused_parts(TINY).items():
+            if all(prefix + part in theirs for part in parts):
+                state[own + name] = torch.cat([theirs[prefix + part] for part in parts])
+    return state
 
 
 def _by_our_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,9 +15,8 @@ from typing import Any
 
 from common.base.clock import SystemClock
 from common.mesh.process.host import SystemHost
-from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.engine import SGLangEngine, attach
 from services.engine.sglang.server import Launch, SGLangServer
-from services.engine.sglang.startup import attach
 from tests.load import scaled
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of

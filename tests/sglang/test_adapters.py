@@ -14,9 +14,8 @@ from common.generation.contract import Request
 from common.model.architecture.projections import targeted
 from common.model.files.hf import state_to_hf
 from services.engine.sglang import reading_back, v0_5
-from services.engine.sglang.engine import SGLangEngine
+from services.engine.sglang.engine import SGLangEngine, attach
 from services.engine.sglang.server import Adapting, SGLangServer
-from services.engine.sglang.startup import attach
 from services.engine.sglang.weights import inline
 from tests.load import scaled
 from tests.sglang import served

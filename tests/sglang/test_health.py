@@ -15,9 +15,8 @@ import pytest
 from common.api.engine import Finish
 from common.base.errors import DeadlineExceeded, PeerLost
 from services.engine.sglang import v0_5
-from services.engine.sglang.control import RETRACT, Control
+from services.engine.sglang.control import RETRACT, STRIKES, Control, HealthWatch
 from services.engine.sglang.engine import SGLangEngine
-from services.engine.sglang.health import STRIKES, HealthWatch
 from services.engine.sglang.weights import transport
 from tests.load import scaled
 from tests.sglang import served

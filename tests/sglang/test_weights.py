@@ -21,10 +21,9 @@ from common.generation.contract import NO_VERSION, Quarantined
 from common.model.architecture.config import ModelConfig
 from common.model.network.decoder import Decoder
 from services.engine.sglang import v0_5
-from services.engine.sglang.engine import SGLangEngine
-from services.engine.sglang.health import HealthWatch
+from services.engine.sglang.control import HealthWatch
+from services.engine.sglang.engine import SGLangEngine, attach
 from services.engine.sglang.server import SGLangServer
-from services.engine.sglang.startup import attach
 from services.engine.sglang.weights import buckets, handles
 from tests.load import scaled
 from tests.sglang import served

@@ -1,8 +1,9 @@
 """Chunks of keys and values as files of one directory, which all engines of a host share.
 
 A chunk lies at `DIRECTORY/DOMAIN/NAME[:2]/NAME`: a head, and its bytes. It appears whole or not at
-all, and says itself what it is, so that a torn, changed or foreign file is a miss. It is a cache:
-nothing is durable, and nothing fails because of what lies here.
+all, and says itself what it is, so that a torn, changed or foreign file is a miss. Its name is a
+digest of all that it depends on, the tokens before it among them, so that equal names mean equal
+content. It is a cache: nothing is durable, and nothing fails because of what lies here.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
 from common.base.checksum import Checksum, Checksummer
-from common.generation.loading import Content
+from common.generation.contract import Ints
+from common.generation.loading import CHUNK, Content
 
+NAME_BYTES = 32  # as many as the bulk port's digests have
+DIGITS = 2 * NAME_BYTES
 MAGIC = b"MRLKV\x00\x00\x01"
 _HEAD = struct.Struct("<8sIIQdQ32s")  # before the sum of it and of the content, which is last
 _SUM_BYTES = 16
@@ -42,8 +47,6 @@ class ChunkHead:
 
 @dataclass(frozen=True)
 class FoundChunk:
-    """A chunk as it lies there."""
-
     path: Path
     bytes: int
     used_s: float  # when it was last used or written, of the wall clock; reserved if yet to come
@@ -57,11 +60,9 @@ class ChunkFiles:
         self.directory = directory
 
     def path(self, domain: str, name: str) -> Path:
-        """Where a chunk lies or would lie."""
         return self.directory / domain / name[:2] / name
 
     def has(self, domain: str, name: str) -> bool:
-        """Whether there is such a file."""
         try:
             return self.path(domain, name).exists()
         except OSError:
@@ -107,7 +108,7 @@ class ChunkFiles:
     def _put(self, domain: str, name: str, parts: tuple[bytes | memoryview, ...]) -> int:
         target = self.path(domain, name)
         scratch = target.with_name(f".{name}.{os.getpid()}.{next(_serial)}")
-        descriptor = _begun(scratch)
+        descriptor = _made(scratch)
         size = 0
         try:
             for part in parts:
@@ -141,16 +142,11 @@ class ChunkFiles:
             path.parent.rmdir()  # once it is empty
         return True
 
-    def scan(self) -> Iterator[FoundChunk]:
-        """All chunks, and those in the making, whose writer may have been killed."""
-        return self._scan("*")
-
-    def scan_domain(self, domain: str) -> Iterator[FoundChunk]:
-        """The same of one domain."""
-        return self._scan(domain)
-
-    def _scan(self, domains: str) -> Iterator[FoundChunk]:
-        for path in self.directory.glob(f"{domains}/??/*"):
+    def scan(self, domain: str = "*") -> Iterator[FoundChunk]:
+        """Chunks, and those in the making, whose writer may have been killed; of all domains, or of
+        one.
+        """
+        for path in self.directory.glob(f"{domain}/??/*"):
             with suppress(OSError):
                 stat = path.stat()
                 yield FoundChunk(path, stat.st_size, stat.st_mtime, self.head(path))
@@ -160,23 +156,26 @@ class ChunkFiles:
         if path.name.startswith("."):
             return None
         try:
-            return _head(path)
+            with path.open("rb") as file:
+                packed = file.read(_HEAD.size)
         except OSError:
             return None
+        if len(packed) != _HEAD.size:
+            return None
+        magic, start, tokens, _, seconds, session, _ = _HEAD.unpack(packed)
+        return ChunkHead(start, tokens, seconds, session) if magic == MAGIC else None
 
 
-def _begun(scratch: Path) -> int:
+def _made(scratch: Path, tries: int = TRIES) -> int:
     """A new file, whose directory others may take away while it is empty."""
-    for _ in range(TRIES - 1):
-        # Also FileExistsError, of a directory that is gone when pathlib looks whether it is one.
-        with suppress(FileNotFoundError, FileExistsError):
-            return _made(scratch)
-    return _made(scratch)
-
-
-def _made(scratch: Path) -> int:
-    scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    # Also FileExistsError, of a directory that is gone when pathlib looks whether it is one.
+    except (FileNotFoundError, FileExistsError):
+        if tries == 1:
+            raise
+        return _made(scratch, tries - 1)
 
 
 def _packed(name: str, head: ChunkHead, content: Content) -> bytes:
@@ -217,11 +216,30 @@ def _read(descriptor: int, name: str) -> tuple[ChunkHead, Content] | None:
     return None if head is None else (head, content)
 
 
-def _head(path: Path) -> ChunkHead | None:
-    """What the head says, unchecked: enough to choose what goes."""
-    with path.open("rb") as file:
-        packed = file.read(_HEAD.size)
-    if len(packed) != _HEAD.size:
-        return None
-    magic, start, tokens, _, seconds, session, _ = _HEAD.unpack(packed)
-    return ChunkHead(start, tokens, seconds, session) if magic == MAGIC else None
+def domain_of(weights: str, adapter: str, layout: str, policy: str) -> str:
+    """The name of what one set of weights computes in one layout, 64 hexadecimal digits: chunks of
+    different domains never serve each other. `weights` is the digest of a version's manifest,
+    `policy` says what becomes of a cache when other weights come.
+    """
+    parts = (weights, adapter, layout, policy)
+    told = b"".join(len(part).to_bytes(4, "little") + part.encode() for part in parts)
+    return blake2b(told, digest_size=NAME_BYTES).hexdigest()
+
+
+def is_domain(text: str) -> bool:
+    """Whether a text from elsewhere can be the name of a domain, and so of a directory."""
+    return len(text) == DIGITS and set(text) <= set("0123456789abcdef")
+
+
+def names_of(domain: str, tokens: Ints, *, tail: bool = False) -> list[str]:
+    """The names of the chunks of `tokens` [n], first to last, each 64 hexadecimal digits; with
+    `tail` of the last one too if it is not whole.
+    """
+    row = np.ascontiguousarray(tokens, np.int32).tobytes()
+    size = CHUNK * np.dtype(np.int32).itemsize
+    end = len(row) if tail else len(row) // size * size
+    names, parent = [], bytes.fromhex(domain)
+    for at in range(0, end, size):
+        parent = blake2b(parent + row[at : at + size], digest_size=NAME_BYTES).digest()
+        names.append(parent.hex())
+    return names

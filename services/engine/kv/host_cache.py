@@ -23,8 +23,7 @@ from common.base.clock import Clock
 from common.base.errors import BadMessage
 from common.generation.contract import Ints
 from common.generation.loading import CHUNK, KeptPrefix, Loading, Origin, Sought
-from services.engine.kv.chunk_files import ChunkHead
-from services.engine.kv.keys import domain_of, is_domain, names_of
+from services.engine.kv.chunk_files import ChunkHead, domain_of, is_domain, names_of
 from services.engine.kv.loader import ChunkSource, Loader, Shelves, WantedPrefix
 from services.engine.kv.peers import FROM_TOKENS, ShelvedChunks, names_in
 from services.engine.kv.rates import LoadingPace, Worth
@@ -36,8 +35,6 @@ SESSIONS = 1 << 14  # whose caches were let go of
 
 @dataclass(frozen=True)
 class _LeftSession:
-    """A session's cache that the engine has let go of."""
-
     tokens: Ints
     domain: str
     names: tuple[str, ...]
@@ -46,8 +43,6 @@ class _LeftSession:
 
 
 class CachedEngine(Protocol):
-    """An engine whose keys and values can be copied."""
-
     @property
     def cache_layout(self) -> str:
         """How they lie in copies of its cache."""
@@ -114,16 +109,15 @@ class HostCache:
             self._peers.add(wanted)
 
     def close(self) -> None:
-        """Ends its threads, and gives up the weights."""
         self.loader.close()
         if self._peers is not None:
             self._peers.close()
         self.writer.close()
-        self._let_go()
+        for descriptor in self._holds:
+            os.close(descriptor)
+        self._holds = []
         for shelf in self._shelves:
             shelf.close()
-
-    # -- weights ---------------------------------------------------------------------------------
 
     def computing(self, weights: str, adapters: Sequence[str] = ()) -> None:
         """The engine computes with the weights of this manifest from now on, or with none that has
@@ -133,22 +127,16 @@ class HostCache:
         self._weights = weights
         domains = [self._domain(adapter) for adapter in ("", *adapters)] if weights else []
         if self._policy == "recompute":
-            self._forget_sessions()
+            self.release(list(self._sessions))
         self.writer.do(partial(self._exchange, domains))
 
     def _exchange(self, domains: Sequence[str]) -> None:
-        """Says which weights the engine has now, and removes what is of no use any more."""
         held = [shelf.hold(domain) for shelf in self._shelves for domain in domains]
         before, self._holds = self._holds, [one for one in held if one is not None]
         for descriptor in before:
             os.close(descriptor)
         for shelf in self._shelves:
             shelf.empty()
-
-    def _let_go(self) -> None:
-        for descriptor in self._holds:
-            os.close(descriptor)
-        self._holds = []
 
     def _domain(self, adapter: str) -> str:
         return domain_of(self._weights, adapter, self._layout, self._policy)
@@ -282,10 +270,6 @@ class HostCache:
         for session in sessions:
             self._forget(session)
 
-    def _forget_sessions(self) -> None:
-        for session in list(self._sessions):
-            self._forget(session)
-
     def _forget(self, session: int) -> None:
         found = self._sessions.pop(session, None)
         if found is None:
@@ -298,11 +282,8 @@ class HostCache:
 
         self.writer.do(forget)
 
-    # -- what others ask -------------------------------------------------------------------------
-
     @property
     def shelved(self) -> ShelvedChunks:
-        """What a bulk port serves of it."""
         return ShelvedChunks(self._shelves)
 
     def stored(self, asked: Stored) -> NDArray[np.bool_]:
@@ -313,18 +294,11 @@ class HostCache:
         there = set(self._found.look(asked.domain, dict(enumerate(names))))
         return np.array([index in there for index in range(len(names))], np.bool_)
 
-    def _troubles(self) -> list[str]:
-        """Why something could not be kept lately."""
-        found = [shelf.refused for shelf in self._shelves if shelf.refused]
-        return found + ([self.writer.trouble] if self.writer.trouble else [])
-
-    # -- what it tells ---------------------------------------------------------------------------
-
     def stats(self) -> KVStats:
-        """What the engine publishes of it; counts loads that have ended."""
         for load in [load for load in self._loads if load.cancelled]:
             self._loads.remove(load)
             self.again += max(0, load.found - load.loaded)
+        troubles = [*(shelf.refused for shelf in self._shelves), self.writer.trouble]
         return KVStats(
             again=self.again,
             loaded=dict(self.loaded),
@@ -334,10 +308,9 @@ class HostCache:
             not_kept=self.writer.not_kept,
             saved_s=round(self.saved_s, 3),
             used={shelf.name: shelf.used for shelf in self._shelves},
-            refused=self._troubles(),
+            refused=[trouble for trouble in troubles if trouble],
         )
 
 
 def by_start(names: Sequence[str]) -> dict[int, str]:
-    """The names of chunks by their first tokens."""
     return {index * CHUNK: name for index, name in enumerate(names)}

@@ -48,10 +48,11 @@ class Shelves:
 
     def look(self, domain: str, names: Mapping[int, str]) -> list[int]:
         until_s = self._clock.wall() + RESERVED_S
-        return [start for start, name in names.items() if self._has(domain, name, until_s)]
-
-    def _has(self, domain: str, name: str, until_s: float) -> bool:
-        return any(shelf.files.use(domain, name, until_s) for shelf in self._shelves)
+        return [
+            start
+            for start, name in names.items()
+            if any(shelf.files.use(domain, name, until_s) for shelf in self._shelves)
+        ]
 
     def read(self, domain: str, name: str) -> Came | None:
         for shelf in self._shelves:
@@ -115,18 +116,15 @@ class Loader:
         self._thread.start()
 
     def pace(self, tier: str) -> LoadingPace:
-        """What loading from a tier takes."""
         return self.paces.setdefault(tier, LoadingPace())
 
     def add(self, wanted: WantedPrefix) -> None:
-        """Brings what there is of a prefix."""
         wanted.load.bringers.add(self._source.name)
         with self._condition:
             self._new.append(wanted)
             self._condition.notify()
 
     def close(self) -> None:
-        """Ends the thread; what was wanted ends too."""
         with self._condition:
             self._closed = True
             self._condition.notify()
@@ -168,7 +166,6 @@ class Loader:
         self._wake()
 
     def _look(self, wanted: WantedPrefix) -> None:
-        """Finds out what there is of it."""
         load = wanted.load
         if load.cancelled:
             return
@@ -200,10 +197,6 @@ class Loader:
             load.bring(start, start + head.tokens, content)
             self._came(tier, head, content.nbytes)
             self._wake()
-            self._hold_back(load)
-
-    def _hold_back(self, load: Loading) -> None:
-        """Waits while the engine has too much at hand that it has not put in its place."""
-        while not load.cancelled and not self._closed and load.waiting_bytes > AHEAD_BYTES:
-            with self._condition:
-                self._condition.wait(LOOK_S)
+            while not load.cancelled and not self._closed and load.waiting_bytes > AHEAD_BYTES:
+                with self._condition:
+                    self._condition.wait(LOOK_S)

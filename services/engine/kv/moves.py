@@ -174,8 +174,11 @@ class CacheMoves:
         adapters = self._engine.adapters
         own = adapters.get(head.adapter, NO_VERSION) if head.adapter else self._engine.version
         pure = _pure(head, self._loaded())
-        if not pure and (head.version == own or self._slow):
-            return False
+        if not pure:  # it can only be loaded, which may take longer than computing it
+            size, rate = self._engine.cache_bytes_per_token, self._steps.prefill_tokens_per_s
+            slow = bool(rate) and self._pace.per_byte * size > 1 / rate
+            if head.version == own or slow:
+                return False
         load.alone = not pure
         load.origin = Origin(head.first_sampled, head.first_version)
         cache = SessionCache(
@@ -188,16 +191,8 @@ class CacheMoves:
         )
         return self._engine.offer(session, cache, load)
 
-    @property
-    def _slow(self) -> bool:
-        """Whether a cache that can only be loaded takes longer than computing it."""
-        size, rate = self._engine.cache_bytes_per_token, self._steps.prefill_tokens_per_s
-        return bool(rate) and self._pace.per_byte * size > 1 / rate
-
 
 class _Came:
-    """What a move has brought so far."""
-
     tokens = bytes = 0
     seconds = first_s = 0.0
     whole = False

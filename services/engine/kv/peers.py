@@ -21,8 +21,7 @@ from common.state import registry
 from common.state.registry import Entry
 from common.weights.bulk.port import BulkClient
 from common.weights.chunks.chunks import ChunkStore
-from services.engine.kv.chunk_files import HEAD_BYTES, unpacked
-from services.engine.kv.keys import NAME_BYTES
+from services.engine.kv.chunk_files import HEAD_BYTES, NAME_BYTES, unpacked
 from services.engine.kv.loader import Came
 from services.engine.kv.shelf import KVTier
 
@@ -51,17 +50,13 @@ class Peers:
         self._fruitless = self._passed = 0
 
     def look(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
-        """Which of these chunks another host has."""
-        if not self._asks():
+        self._passed += 1
+        if self._fruitless >= FRUITLESS and self._passed % SELDOM:
             return ()
         found = self._on_loop(self._look(domain, list(names.values())))
         self._fruitless = 0 if found else self._fruitless + bool(self._hosts)
         self._where = {**dict(list(self._where.items())[-8192:]), **(found or {})}
         return [start for start, name in names.items() if name in (found or {})]
-
-    def _asks(self) -> bool:
-        self._passed += 1
-        return self._fruitless < FRUITLESS or self._passed % SELDOM == 0
 
     async def _look(self, domain: str, names: Sequence[str]) -> dict[str, Entry]:
         now_s = self._mesh.clock.monotonic()
@@ -126,7 +121,6 @@ class ShelvedChunks(ChunkStore):
         self._shelves = shelves
 
     def path(self, digest: str) -> Path:
-        """Where a chunk lies, on whichever shelf, of whichever weights."""
         missing = super().path(digest)
         for shelf in self._shelves:
             for path in shelf.files.directory.glob(f"*/{digest[:2]}/{digest}"):
@@ -135,6 +129,5 @@ class ShelvedChunks(ChunkStore):
 
 
 def names_in(asked: Stored) -> list[str]:
-    """The names that are asked for."""
     text = asked.names.tobytes().hex()
     return [text[at : at + 2 * NAME_BYTES] for at in range(0, len(text), 2 * NAME_BYTES)]

@@ -23,7 +23,6 @@ class LoadingPace:
         return self._seconds / self._bytes if self._bytes else 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """So many bytes took so many seconds."""
         self._bytes = FADE * self._bytes + size
         self._seconds = FADE * self._seconds + seconds
 
@@ -47,15 +46,12 @@ class Worth:
 
     @property
     def chance(self) -> float:
-        """How likely a chunk of this kind is to be used."""
         return min(1.0, self.used / self.kept) if self.kept else 1.0
 
     def was_kept(self) -> None:
-        """A chunk was copied."""
         if self.kept >= 64 * FRESH:  # what was long ago counts less
             self.kept, self.used = self.kept / 2, self.used / 2
         self.kept += 1
 
     def was_used(self) -> None:
-        """A chunk was loaded in time."""
         self.used += 1

@@ -14,13 +14,13 @@ import shutil
 import struct
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from common.base.files.file_locks import lies_at, unheld
 from common.generation.kv_directories import enter, entered, leave
 from common.generation.loading import Content
-from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, ChunkHead, FoundChunk
-from services.engine.kv.keys import DIGITS
+from services.engine.kv.chunk_files import DIGITS, HEAD_BYTES, ChunkFiles, ChunkHead, FoundChunk
 from services.engine.kv.retention import leaving
 
 USED, LOADED, SESSIONS = ".used", ".loaded", ".sessions"
@@ -64,7 +64,6 @@ class KVTier:
 
     @property
     def used(self) -> int:
-        """Bytes of all chunks, of whichever engine."""
         return int(_COUNT.unpack_from(self._count)[0])
 
     @contextmanager
@@ -83,8 +82,6 @@ class KVTier:
         _COUNT.pack_into(self._count, 0, sum(one.bytes for one in there))
         return there
 
-    # -- sessions --------------------------------------------------------------------------------
-
     def wait_for(self, session: int) -> None:
         """A trajectory may go on whose chunks are kept for it."""
         with suppress(OSError):
@@ -96,13 +93,10 @@ class KVTier:
             (self.files.directory / SESSIONS / f"{session:016x}").unlink()
 
     def waiting(self) -> set[int]:
-        """Tags of the sessions that may go on."""
         try:
             return {int(path.name, 16) for path in (self.files.directory / SESSIONS).iterdir()}
         except OSError:
             return set()
-
-    # -- chunks ----------------------------------------------------------------------------------
 
     def put(
         self,
@@ -116,21 +110,19 @@ class KVTier:
         """Whether a chunk lies there now. `demote` gets what has to go for it; `again_s` as in
         `retention`.
         """
+        size = content.nbytes + HEAD_BYTES
         if self.files.has(domain, name):
             return True
-        size = content.nbytes + HEAD_BYTES
-        if not self.room(size, again_s, demote):
-            return False
-        return self._written(size, lambda: self.files.write(domain, name, head, content))
+        write = partial(self.files.write, domain, name, head, content)
+        return self.room(size, again_s, demote) and self._written(size, write)
 
     def take_in(self, found: FoundChunk) -> bool:
-        """Whether a copy of a chunk of another shelf lies there now."""
         domain, name = found.path.parent.parent.name, found.path.name
         if self.files.has(domain, name):
             return True
-        if not self.room(found.bytes, 0.0, lambda _: None):
-            return False
-        return self._written(found.bytes, lambda: self.files.take_in(found.path, domain, name))
+        room = self.room(found.bytes, 0.0, lambda _: None)
+        take_in = partial(self.files.take_in, found.path, domain, name)
+        return room and self._written(found.bytes, take_in)
 
     def _written(self, size: int, write: Callable[[], int]) -> bool:
         try:
@@ -148,7 +140,8 @@ class KVTier:
         """Takes room for so many bytes, if it can be had; others go for it."""
         if size > self.budget or self._clock() < self._rests_until:
             return False
-        if not self._space(size):
+        disk = shutil.disk_usage(self.files.directory)
+        if disk.free - size < FREE_SHARE * disk.total:
             return False
         gone: list[FoundChunk] = []
         with self._locked():
@@ -169,10 +162,6 @@ class KVTier:
             self._add(size)
         return True
 
-    def _space(self, size: int) -> bool:
-        disk = shutil.disk_usage(self.files.directory)
-        return disk.free - size >= FREE_SHARE * disk.total
-
     def drop(self, domain: str, names: Collection[str], session: int) -> None:
         """Removes chunks of a session that has ended; those that are others' too stay."""
         for name in names:
@@ -184,8 +173,6 @@ class KVTier:
                     if self.files.remove(path):
                         with self._locked():
                             self._add(-size)
-
-    # -- weights ---------------------------------------------------------------------------------
 
     def hold(self, domain: str) -> int | None:
         """Says that an engine has the weights of a domain, until what it returns is closed."""
@@ -210,21 +197,17 @@ class KVTier:
         may go on. The bytes that are free for it.
         """
         waiting = self.waiting()
-        freed = sum(
-            self._emptied(path, waiting) for path in self.files.directory.glob("?" * DIGITS)
-        )
+        freed = 0
+        for directory in self.files.directory.glob("?" * DIGITS):
+            with unheld(directory / LOADED, create=True) as nobody:
+                there = list(self.files.scan(directory.name)) if nobody else []
+                if any(one.head is not None and one.head.session in waiting for one in there):
+                    continue  # it needs those before its own, too
+                freed += sum(one.bytes for one in there if self.files.remove(one.path))
+                if nobody and not any(directory.glob("??")):
+                    with suppress(OSError):
+                        (directory / LOADED).unlink(missing_ok=True)
+                        directory.rmdir()
         with self._locked():
             self._add(-freed)
-        return freed
-
-    def _emptied(self, directory: Path, waiting: Collection[int]) -> int:
-        with unheld(directory / LOADED, create=True) as nobody:
-            there = list(self.files.scan_domain(directory.name)) if nobody else []
-            if any(one.head is not None and one.head.session in waiting for one in there):
-                return 0  # it needs those before its own, too
-            freed = sum(one.bytes for one in there if self.files.remove(one.path))
-            if nobody and not any(directory.glob("??")):
-                with suppress(OSError):
-                    (directory / LOADED).unlink(missing_ok=True)
-                    directory.rmdir()
         return freed

@@ -18,8 +18,6 @@ DISK_BYTES_PER_S = 512e6  # of writes to a disk, which others read from
 
 @dataclass(frozen=True)
 class Copy:
-    """A chunk that was copied out of an engine's cache."""
-
     domain: str
     name: str
     head: ChunkHead
@@ -40,9 +38,8 @@ class ChunkWriter:
         again: Callable[[KVTier], float],
         done: Callable[[str], None],
         failed: Callable[[BaseException], None],
-        rate: float = DISK_BYTES_PER_S,
     ) -> None:
-        self._shelves, self._clock, self._again, self._rate = shelves, clock, again, rate
+        self._shelves, self._clock, self._again = shelves, clock, again
         self._done, self._failed = done, failed
         self.written = {shelf.name: 0 for shelf in shelves}  # bytes
         self.trouble = ""  # why the file system refused the last piece of work; empty: it did not
@@ -61,14 +58,12 @@ class ChunkWriter:
             return self._condition.wait_for(lambda: self._bytes + size <= WAITING_BYTES, within_s)
 
     def add(self, copy: Copy) -> None:
-        """Writes a copy when its turn comes."""
         with self._condition:
             self._bytes += copy.content.nbytes
             self._waiting.append(lambda: self._take(copy))
             self._condition.notify_all()
 
     def do(self, work: Callable[[], None]) -> None:
-        """Does other work with the shelves, in turn."""
         with self._condition:
             self._waiting.append(work)
             self._condition.notify_all()
@@ -80,7 +75,6 @@ class ChunkWriter:
         return done.wait(within_s)
 
     def close(self) -> None:
-        """Ends the thread; what waits is not kept."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
@@ -140,4 +134,4 @@ class ChunkWriter:
             while self._paid_s > now and not self._closed:
                 self._condition.wait(self._paid_s - now)
                 now = self._clock.monotonic()
-        self._paid_s = max(now, self._paid_s) + size / self._rate
+        self._paid_s = max(now, self._paid_s) + size / DISK_BYTES_PER_S

@@ -37,17 +37,14 @@ class Pauses:
 
     @property
     def last_s(self) -> float:
-        """The last pause; 0: there was none."""
         return self._pauses[-1] if self._pauses else 0.0
 
     def stepped(self, steps: int, busy_s: float) -> None:
-        """So many steps took so long."""
         if steps > 0:
             self._steps.append(busy_s / steps)
 
     @property
     def stats(self) -> PauseStats:
-        """The pauses and steps that are kept; 0 ms where there was none."""
         pauses, steps = list(self._pauses), list(self._steps)
         return PauseStats(
             applied=self.applied,

@@ -4,6 +4,13 @@ with the batch flattens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.api.engine import Finish
+from common.generation.contract import Flush, Request
+
 WEIGHT = 0.1  # a new step's share in a size's mean: contexts grow, so old steps must fade
 ENOUGH = 8  # steps of one size before it counts
 GAIN = 0.1  # a size is on the plateau when no larger one brings more than this on top
@@ -61,6 +68,36 @@ class Throughput:
     def most(self) -> float:
         """Tokens per second that no batch exceeds; 0 while it is not known."""
         return max(self.table.values()) if self.plateau else 0.0
+
+
+class Contexts:
+    """Lengths of the contexts of all requests that are in work, those that wait among them."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}  # tokens by request
+        self.tokens = 0  # of all together
+
+    def submitted(self, requests: Sequence[Request]) -> None:
+        """The engine has taken these; one that it has already is left alone."""
+        for request in requests:
+            if request.id not in self._lengths:
+                self._lengths[request.id] = len(request.tokens)
+                self.tokens += len(request.tokens)
+
+    def flushed(self, flush: Flush) -> None:
+        """Takes in tokens that have come, and the ends of requests with them."""
+        lengths = self._lengths
+        for id, count in zip(flush.ids.tolist(), flush.counts.tolist(), strict=True):
+            if id in lengths:
+                lengths[id] += count
+                self.tokens += count
+        for id in flush.ids[np.asarray(flush.finish) != Finish.RUNNING].tolist():
+            self.tokens -= lengths.pop(id, 0)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a request; 0: there is none."""
+        return self.tokens / len(self._lengths) if self._lengths else 0.0
 
 
 def size_class(batch: int) -> int:

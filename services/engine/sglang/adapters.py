@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from common.base.errors import MeshError, Refused, RemoteFailure
 from common.generation.batch.adapters import changes_of
@@ -23,6 +22,7 @@ from common.model.architecture.projections import FUSED, projections
 from common.model.network.lora import factor_of, to_peft
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import Http, Pending
+from services.engine.sglang.reading_back import padded
 from services.engine.sglang.weights import inline
 
 LOAD_S = 50.0  # for an adapter to be in place; as other weights have
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """A version of an adapter at the server."""
-
     there: str  # what the server calls it
     version: int
 
@@ -52,7 +50,6 @@ class ServerAdapters:
 
     @property
     def versions(self) -> dict[str, int]:
-        """The newest ones, by our names."""
         return {name: loaded.version for name, loaded in self.loaded.items()}
 
     def load(self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int) -> None:
@@ -87,7 +84,10 @@ class ServerAdapters:
             },
             "serialized_named_tensors": [inline(theirs)] * self._ranks,
         }
-        self._answered(self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_S), there)
+        answer = self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_S)
+        if not isinstance(answer, dict) or not answer.get("success", False):
+            told = answer.get("error_message", "") if isinstance(answer, dict) else answer
+            raise RemoteFailure(f"{v0_5.LOAD_ADAPTER}: {there}: {told}", where=self._http.url)
         if (before := self.loaded.get(name)) is not None:
             self._passed.add(before.there)
         self.loaded[name] = LoadedAdapter(there, version)
@@ -112,11 +112,6 @@ class ServerAdapters:
             except MeshError as error:
                 log.warning("an adapter was not unloaded: %s", error)
 
-    def _answered(self, answer: Any, there: str) -> None:
-        if not isinstance(answer, dict) or not answer.get("success", False):
-            told = answer.get("error_message", "") if isinstance(answer, dict) else answer
-            raise RemoteFailure(f"{v0_5.LOAD_ADAPTER}: {there}: {told}", where=self._http.url)
-
 
 def whole(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An adapter with factors of zeros for what SGLang has in one matrix with what is adapted: of
@@ -133,13 +128,3 @@ def whole(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
             for kind, size in shape.items():
                 found.setdefault(prefix + kind, tensor.new_zeros(size))
     return found
-
-
-def padded(name: str, tensor: Tensor) -> Tensor:
-    """A factor with zeros where SGLang's MLP is wider: see `v0_5.INNER_ROWS`."""
-    rows = columns = 1
-    if name.endswith((".gate_proj.lora_B.weight", ".up_proj.lora_B.weight")):
-        rows = v0_5.INNER_ROWS
-    elif name.endswith(".down_proj.lora_A.weight"):
-        columns = v0_5.INNER_ROWS
-    return pad(tensor, (0, -tensor.shape[1] % columns, 0, -tensor.shape[0] % rows))

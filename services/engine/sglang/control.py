@@ -1,24 +1,101 @@
-"""Controls an SGLang server: pauses, sleep, new weights, and whether it may be used at all."""
+"""Controls an SGLang server: pauses, sleep, new weights, and whether it answers at all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common.base.clock import Clock, SystemClock
+from common.base.errors import MeshError, PeerLost
 from common.model.architecture.config import ModelConfig
 from services.engine.sglang import reading_back, v0_5
-from services.engine.sglang.health import HealthWatch
 from services.engine.sglang.http import Http
 from services.engine.sglang.weights import WeightTransport
 
+LOOK_S = 10.0
+ANSWER_S = 25.0  # the server itself gives up after 20
+STRIKES = 3
 CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
 UPDATE_S = 50.0  # for new weights, and to read them back; the service that asks waits 60
 
 RETRACT, IN_PLACE = "retract", "in_place"  # give their cache up, or keep it
+
+
+class HealthWatch:
+    """Checks that a server answers: three failures in a row, with grace while it is kept busy.
+
+    `failure` is asked by the engine's thread, which is told by what it raises; looks run on the
+    loop that talks to the server. While tokens come there is nothing to ask.
+
+    `stands`: the server is paused. It would not generate for a health check then, and is asked for
+    something that its scheduler answers in a pause too.
+    """
+
+    def __init__(
+        self,
+        http: Http,
+        lost: Callable[[], MeshError | None],
+        look_s: float = LOOK_S,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        """`lost` is asked for the error of a server that has ended."""
+        self._http, self._lost = http, lost
+        self._look_s, self._answer_s = look_s, answer_s
+        self.stands = False
+        self._strikes = 0
+        self._heard = False
+        self._graces = 0
+        self._ended: MeshError | None = None
+        self._looks = http.spawn(self._go_on_looking())
+
+    def alive(self) -> None:
+        """It has said something."""
+        self._heard = True
+
+    @contextmanager
+    def grace(self) -> Iterator[None]:
+        """No look counts that began before this or falls into it."""
+        self._graces += 1
+        try:
+            yield
+        finally:
+            self._graces += 1
+            self._heard = True
+
+    def failure(self) -> MeshError | None:
+        if self._ended is None:
+            self._ended = self._lost()
+        return self._ended
+
+    async def _go_on_looking(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_s)
+            await self._look()
+
+    async def _look(self) -> None:
+        graces = self._graces
+        if self._heard or graces % 2:
+            self._heard = False
+            self._strikes = 0
+            return
+        asked = v0_5.INFO if self.stands else v0_5.HEALTH
+        reason = await self._http.probe(asked, self._answer_s)
+        if not reason or self._heard or self._graces != graces:
+            self._strikes = 0
+            return
+        self._strikes += 1
+        if self._strikes >= STRIKES:
+            self._ended = PeerLost(
+                f"SGLang failed {STRIKES} health checks in a row: {reason}", where=self._http.url
+            )
+
+    def close(self) -> None:
+        self._looks.cancel()
 
 
 class Control:
@@ -39,17 +116,13 @@ class Control:
         self.released = False  # it has given back its memory
         self.updates = 0
         self._http, self._watch, self._transport = http, watch, transport
+        self.heard = watch.alive  # it has said something; from any thread
         self.on_cpu, self._dtype, self._update_s = on_cpu, dtype, update_s
         self._clock = clock or SystemClock()
 
     def check_alive(self) -> None:
-        """Raises when the server has ended or does not answer."""
         if (failed := self._watch.failure()) is not None:
             raise failed
-
-    def heard(self) -> None:
-        """It has said something; from any thread."""
-        self._watch.alive()
 
     def halt(self, mode: str) -> None:
         """It stands, and what it generated before is on its way here."""

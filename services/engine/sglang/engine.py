@@ -2,6 +2,10 @@
 
 The server decodes whether or not anybody looks; `step` takes what has come. Requests beyond its
 slots wait here, so that an abort, a pause or new weights find a server that holds only what runs.
+
+The server has its own interpreter, is driven over HTTP and never patched. Its parts are beside
+this: the process (`server`), the wire (`http`), what SGLang 0.5 calls things (`v0_5`), weights on
+their way (`weights`).
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from common.base.errors import Damaged, MeshError, Refused
-from common.generation.builtin.weights import check_shapes, shapes_of
+from common.generation.builtin.loaded import check_shapes, shapes_of
 from common.generation.contract import (
     NO_VERSION,
     Flush,
@@ -32,9 +37,17 @@ from common.model.architecture.config import ModelConfig
 from common.model.files.hf import state_to_hf
 from services.engine.sglang import v0_5
 from services.engine.sglang.adapters import ServerAdapters
-from services.engine.sglang.control import IN_PLACE, RETRACT, Control
+from services.engine.sglang.control import (
+    IN_PLACE,
+    RETRACT,
+    UPDATE_S,
+    Control,
+    HealthWatch,
+)
 from services.engine.sglang.http import Http
-from services.engine.sglang.requests import Requests
+from services.engine.sglang.requests import Decode, Requests
+from services.engine.sglang.server import SGLangServer
+from services.engine.sglang.weights import transport
 
 ARRIVAL_S = 0.01  # a step waits this long for tokens
 SCORE_S = 60.0
@@ -254,8 +267,6 @@ class SGLangEngine(Unshared):
         except MeshError:
             self.requests.hang_up_all()
 
-    # -- scores ----------------------------------------------------------------------------------
-
     def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
         row = np.asarray(tokens, np.int32)
         asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
@@ -274,3 +285,40 @@ class SGLangEngine(Unshared):
         self.requests.close()
         with contextlib.suppress(MeshError):
             self._control.close()
+
+
+def attach(
+    server: SGLangServer,
+    config: ModelConfig,
+    slots: int,
+    max_length: int,
+    *,
+    weights: str = "auto",
+    kv_on_update: str = "keep",
+    decode: Decode | None = None,
+    update_s: float = UPDATE_S,
+) -> SGLangEngine:
+    """The engine of a server, asleep until it gets weights; they must arrive, and be read back
+    where that is asked for, in `update_s`.
+    """
+    how = server.launch
+    way = transport(weights, server.http, how.directory / "weights", server.ranks, how.device)
+    control = Control(
+        server.http,
+        HealthWatch(server.http, server.lost),
+        way,
+        on_cpu=how.device == "cpu",
+        dtype=getattr(torch, how.dtype),
+        clock=server.clock,
+        update_s=update_s,
+    )
+    served = ServedEngine(
+        path=f"sglang {server.version}, {how.dtype}, {how.device}",
+        ranks=server.ranks,
+        seeded=server.seeded,
+        adapters=how.adapters is not None,
+        read_back=how.read_back,
+        recompute=kv_on_update == "recompute",
+    )
+    requests = Requests(server.http, config.ids_end, slots, max_length, decode, server.clock)
+    return SGLangEngine(server.http, control, config, requests, served)

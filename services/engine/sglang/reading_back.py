@@ -23,6 +23,9 @@ THEIRS = {  # our fused matrices by SGLang's names
     "qkv_bias": "self_attn.qkv_proj.bias",
     "gate_up": "mlp.gate_up_proj.weight",
 }
+# Where SGLang's MLP is wider: see `v0_5.INNER_ROWS`.
+WIDER_ROWS = tuple(f".{x}_proj.{y}weight" for x in ("gate", "up") for y in ("", "lora_B."))
+WIDER_COLUMNS = (".down_proj.weight", ".down_proj.lora_A.weight")
 
 
 def differing(
@@ -44,7 +47,7 @@ def differing(
 
 def laid_out(config: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """A version's tensors as a server on a CPU has them, by its names."""
-    left = {name: _padded(name, tensor) for name, tensor in theirs.items()}
+    left = {name: padded(name, tensor) for name, tensor in theirs.items()}
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
         for fused, parts in fused_parts(config).items():
@@ -53,14 +56,14 @@ def laid_out(config: ModelConfig, theirs: Mapping[str, Tensor]) -> Iterator[tupl
     yield from left.items()
 
 
-def _padded(name: str, tensor: Tensor) -> Tensor:
-    """With the zeros that SGLang has beyond it."""
+def padded(name: str, tensor: Tensor) -> Tensor:
+    """A matrix, or a factor of its adapter, with the zeros that SGLang has beyond it."""
     rows = columns = 1
     if name in OF_VOCABULARY:
         rows = v0_5.VOCABULARY_ROWS
-    elif name.endswith((".gate_proj.weight", ".up_proj.weight")):
+    elif name.endswith(WIDER_ROWS):
         rows = v0_5.INNER_ROWS
-    elif name.endswith(".down_proj.weight"):
+    elif name.endswith(WIDER_COLUMNS):
         columns = v0_5.INNER_ROWS
     else:
         return tensor

@@ -49,7 +49,6 @@ class SentRequest:
     asked_s: float = 0.0  # when the server was last asked to abort it
 
     def hang_up(self) -> None:
-        """Nothing more of it is wanted."""
         if self.stream is not None:
             self.stream.cancel()
 
@@ -137,7 +136,6 @@ class Requests:
 
     @property
     def ended(self) -> bool:
-        """Whether a request has ended since the last drain."""
         return bool(self._over)
 
     def new_rid(self) -> str:
@@ -170,7 +168,6 @@ class Requests:
                     self._hang_up(sent)
 
     def drain(self, ended_only: bool = False) -> Flush | None:
-        """What has come since the last drain; of ended requests only, or all."""
         pieces, self._over = self._over, []
         if not ended_only:
             pieces += [piece for sent in self.sent.values() if (piece := sent.take())]
@@ -205,7 +202,6 @@ class Requests:
     # -- what has come ---------------------------------------------------------------------------
 
     def take(self, wait_s: float) -> None:
-        """Everything that has come, after waiting for something."""
         came: Counter[str] = Counter()
         try:
             rid, event = self._arrived.get(timeout=wait_s) if wait_s else self._arrived.get_nowait()
@@ -217,7 +213,6 @@ class Requests:
             self.steps += max(came.values(), default=0)
 
     def _hear(self, rid: str, event: ServerEvent | Exception | None) -> int:
-        """How many tokens it brings."""
         sent = self.sent.get(rid)
         if sent is None:  # it has ended here
             return 0
@@ -233,7 +228,9 @@ class Requests:
         self.preempted += max(0, chunk.retractions - sent.retractions)
         sent.retractions = max(sent.retractions, chunk.retractions)
         finish = chunk.finish
-        if self._completes(sent, len(chunk.tokens)):
+        # One of its new tokens may complete a stop text; it is the last then.
+        decode = self._decode if sent.request.stop_text else None
+        if decode is not None and sent.cut_at_text(decode, len(chunk.tokens)):
             finish = Finish.STOP
             if chunk.finish == Finish.RUNNING:
                 self._ask_abort(sent)
@@ -243,14 +240,6 @@ class Requests:
         if finish != Finish.RUNNING:
             self._end(sent, finish, chunk.reason if sent.abort_by_s is None else "")
         return brought
-
-    def _completes(self, sent: SentRequest, came: int) -> bool:
-        """Whether one of its new tokens completes a stop text; it is the last then."""
-        if not sent.request.stop_text or self._decode is None:
-            return False
-        return sent.cut_at_text(self._decode, came)
-
-    # -- ends ------------------------------------------------------------------------------------
 
     def press_aborts(self) -> None:
         """Asks again for what has not ended, and ends here what the server does not answer for."""
@@ -262,7 +251,6 @@ class Requests:
                 self._ask_abort(sent)
 
     def hang_up_all(self) -> None:
-        """Ends here all that the server works on."""
         for sent in list(self.sent.values()):
             self._hang_up(sent)
 

@@ -80,7 +80,6 @@ class HierarchicalCache:
         return flags + (["--hicache-storage-backend", "file"] if self.directory else [])
 
     def environment(self) -> dict[str, str]:
-        """What the server finds in its environment."""
         if self.directory is None:
             return {}
         return {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.directory)}
@@ -107,12 +106,10 @@ class Launch:
 
     @property
     def model(self) -> Path:
-        """The directory of config.json."""
         return self.directory / "model"
 
     @property
     def log(self) -> Path:
-        """The file of what it prints."""
         return self.directory / "sglang.log"
 
     @property
@@ -328,7 +325,6 @@ class SGLangServer:
         return answer
 
     def lost(self) -> PeerLost | None:
-        """The error of a server that has ended."""
         code = self.child.poll()
         if code is None:
             return None

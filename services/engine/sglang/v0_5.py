@@ -102,22 +102,15 @@ def missing(openapi: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) ->
         if operations is None:
             lacking.append(path)
             continue
-        known = _fields(openapi, operations)
+        found: set[str] = set()
+        for operation in operations.values():
+            content = operation.get("requestBody", {}).get("content", {})
+            reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
+            schema = openapi["components"]["schemas"].get(reference.rsplit("/", 1)[-1], {})
+            found |= schema.get("properties", {}).keys()
+        known = found
         lacking += [f"{path}: {name}" for name in names if name not in known]
     return lacking
-
-
-def _fields(openapi: Mapping[str, Any], operations: Mapping[str, Any]) -> set[str]:
-    found: set[str] = set()
-    for operation in operations.values():
-        content = operation.get("requestBody", {}).get("content", {})
-        reference = content.get("application/json", {}).get("schema", {}).get("$ref", "")
-        schema = openapi["components"]["schemas"].get(reference.rsplit("/", 1)[-1], {})
-        found |= schema.get("properties", {}).keys()
-    return found
-
-
-# -- requests ------------------------------------------------------------------------------------
 
 
 def plain(request: Request) -> bool:
@@ -223,9 +216,6 @@ def chunk(event: Mapping[str, Any], had: int, plain: bool) -> StreamChunk:
         finish=FINISH[finish["type"]] if finish else Finish.RUNNING,
         reason=str(finish.get("message", "")) if finish else "",
     )
-
-
-# -- scores --------------------------------------------------------------------------------------
 
 
 def score(tokens: Sequence[int], rid: str, adapter: str = "") -> dict[str, Any]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 from common.base.errors import ConfigError, MeshError, RemoteFailure
+from common.model.files.source import batches
 from services.engine.sglang import v0_5
 from services.engine.sglang.http import Http, Pending
 
@@ -271,13 +272,4 @@ def inline(tensors: StateDict) -> str:
 
 def buckets(state: StateDict, most: int = BUCKET) -> list[dict[str, Tensor]]:
     """The tensors in their order, in parts of at most `most` bytes, or of one tensor."""
-    parts: list[dict[str, Tensor]] = [{}]
-    held = 0
-    for name, tensor in state.items():
-        size = tensor.numel() * tensor.element_size()
-        if parts[-1] and held + size > most:
-            parts.append({})
-            held = 0
-        parts[-1][name] = tensor
-        held += size
-    return parts
+    return [{name: state[name] for name in names} for names in batches(state, most)]

@@ -29,12 +29,10 @@ class StepCommands:
 
     @property
     def some(self) -> bool:
-        """Whether any wait."""
         return bool(self._waiting)
 
     @property
     def want_turn(self) -> bool:
-        """Whether one of them waits for a turn of the gang."""
         return any(needs_turn for _, needs_turn in self._waiting)
 
     def give(self, action: Callable[[], None], needs_turn: bool = False) -> None:

@@ -81,7 +81,6 @@ class EmulatedSteps:
         self._show()
 
     def _show(self) -> None:
-        """What the last step brought is there now."""
         brought = self._engine.drain()
         if brought is not None:
             self._seen = brought if self._seen is None else joined(self._seen, brought)

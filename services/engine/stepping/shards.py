@@ -45,12 +45,10 @@ class Shards:
 
     @property
     def requests(self) -> dict[str, int]:
-        """How many are out, by shard."""
         return {name: len(owner.ids) for name, owner in self._owners.items()}
 
     @property
     def out(self) -> list[int]:
-        """The engine's numbers of all requests that are out."""
         return list(self._routes)
 
     def attach(self, attach: Attach) -> Attached:
@@ -62,7 +60,6 @@ class Shards:
         return owner
 
     def listening(self, name: str) -> Attached | None:
-        """The shard of this name."""
         return self._owners.get(name)
 
     def asking(self, name: str, incarnation: str) -> Attached:
@@ -84,7 +81,6 @@ class Shards:
         return ids
 
     def number(self, owner: Attached, identity: int) -> int:
-        """The engine's number for a shard's new request."""
         self._next += 1
         self._routes[self._next] = owner, identity
         owner.ids[identity] = self._next
@@ -114,12 +110,10 @@ class Shards:
         )
 
     def tell_weights(self) -> None:
-        """Has all of them hear which weights the engine has."""
         for owner in self._owners.values():
             owner.flushes.put_nowait(cut(EMPTY, [], [], *self._weights()))
 
     def end(self) -> None:
-        """There comes nothing more for any of them."""
         for owner in self._owners.values():
             owner.flushes.put_nowait(None)
 

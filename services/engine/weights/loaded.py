@@ -1,4 +1,6 @@
-"""The weights that an engine has, and how others take their place between two steps."""
+"""The weights that an engine has, and how others take their place, or none, between
+two steps.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from common.api.worker.turns import TURN_S
+from common.base.errors import DeadlineExceeded, Refused
 from common.generation.contract import NO_VERSION, Quarantined, TokenEngine, replacing
+from common.mesh.residents.tiers import Keep, Take
 from common.mesh.residents.turns import Turns
 from common.mesh.runtime.mesh import Mesh
+from common.model.files.storages import trim
+from common.state.pool.workers.rows import Tier
 from common.weights.layout.images import outline
 from services.engine.kv.host_cache import HostCache
 from services.engine.measurement.pauses import Pauses
 from services.engine.stepping.commands import BETWEEN_S, StepCommands
 from services.engine.stepping.shards import Shards
+
+WEIGHTS_S = 600.0  # for the current version to be fetched and loaded
 
 
 @dataclass(frozen=True)
@@ -73,11 +81,9 @@ class EngineWeights:
 
     @property
     def told(self) -> tuple[int, int]:
-        """Lineage and version, of which shards hear."""
         return self.lineage, self.version
 
     def has_base(self, manifest: str) -> bool:
-        """Whether the weights of this manifest are what adapters lie beside."""
         return self.base == manifest and self._engine.version >= 0 and not self.woken
 
     async def swap(
@@ -177,6 +183,82 @@ class EngineWeights:
         self.manifest = ""
         self._mesh.telemetry.count("engine_quarantined")
         self._shards.tell_weights()
+
+
+class EngineSleeper:
+    """Puts an engine to sleep between two steps: weights and cache are given back, what runs waits
+    and loses no token. The store has the weights; what was computed of sessions is computed again.
+    `cache_tokens`: that its cache has room for.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        engine: TokenEngine,
+        commands: StepCommands,
+        weights: EngineWeights,
+        cache_tokens: int,
+    ) -> None:
+        self._mesh, self._engine, self._commands = mesh, engine, commands
+        self._weights, self._cache_tokens = weights, cache_tokens
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights, and of the room for its cache."""
+        weights = self._weights
+        if weights.asleep or (self._engine.version < 0 and not weights.bytes):
+            return 0
+        return weights.bytes + self._cache_tokens * self._engine.cache_bytes_per_token
+
+    async def sleep(self, keep: Keep) -> None:
+        """Rests until `wake`; new versions are not fetched meanwhile."""
+
+        def rest() -> None:
+            self._engine.sleep()
+            self._engine.pause()
+
+        self._weights.asleep = True  # `follow` loads nothing from now on
+        try:
+            await self._commands.between_steps(rest, "the engine to sleep")
+        except BaseException:
+            self._weights.asleep = False
+            raise
+        self._weights.manifest = ""
+        await self._mesh.host.run_blocking(trim, deadline_s=WEIGHTS_S)
+
+    async def wake(self, take: Take) -> None:
+        """Has `follow` load the current version. Refused, and it sleeps on, if it cannot be had."""
+        weights, engine = self._weights, self._engine
+        had_weights = engine.version >= 0
+        weights.loaded.clear()
+        weights.woken, weights.asleep = had_weights, False
+        await self._commands.between_steps(engine.resume, "the engine to wake")
+        weights.changed.set()
+        if not had_weights:
+            return
+        try:
+            async with self._mesh.clock.timeout(WEIGHTS_S, "the weights to be loaded"):
+                await weights.loaded.wait()
+        except DeadlineExceeded as error:
+            weights.asleep = True
+            await self._commands.between_steps(engine.pause, "the engine to sleep on")
+            raise Refused(str(error), where=self._mesh.name, fix="ask again") from error
+        except asyncio.CancelledError:
+            weights.asleep = True
+            raise
+
+    async def move(self, tier: Tier) -> None:
+        """Nothing is kept."""
+
+    @property
+    def covered(self) -> bool:
+        return True
+
+    async def uncover(self) -> None:
+        """It has never stopped."""
+
+    async def cover(self) -> None:
+        """The store has all that it needs; what runs is run elsewhere when it drains."""
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -35,7 +35,6 @@ class Versions:
         self.pulls, self.pull_s = 0, 0.0  # what has been received, and the last one's seconds
 
     async def described(self, manifest: str) -> Manifest:
-        """What the store says of a version, with what the base of adapters has besides."""
         return await self._receiver.manifest(manifest)
 
     async def received(self, manifest: str, names: Iterable[str] | None = None) -> Image | None:

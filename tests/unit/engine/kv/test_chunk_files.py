@@ -10,8 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.engine.kv.chunk_files import HEAD_BYTES, ChunkFiles, ChunkHead
-from services.engine.kv.keys import domain_of, is_domain, names_of
+from services.engine.kv.chunk_files import (
+    HEAD_BYTES,
+    ChunkFiles,
+    ChunkHead,
+    domain_of,
+    is_domain,
+    names_of,
+)
 
 DOMAIN = domain_of("weights", "", "layout", "keep")
 NAME, OTHER = names_of(DOMAIN, np.arange(256))

@@ -19,9 +19,8 @@ from common.state.registry import Entry
 from common.weights.bulk.port import serve
 from loadtests.measuring.unrenewed import own_keys, unrenewed
 from services.engine.kv import peers as asking
-from services.engine.kv.chunk_files import ChunkHead
+from services.engine.kv.chunk_files import ChunkHead, domain_of, names_of
 from services.engine.kv.host_cache import HostCache
-from services.engine.kv.keys import domain_of, names_of
 from services.engine.kv.peers import FRUITLESS, SELDOM, Peers
 from services.engine.kv.shelf import KVTier
 from services.engine.service import EngineService

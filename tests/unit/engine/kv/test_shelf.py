@@ -18,8 +18,7 @@ from common.generation import kv_directories
 from common.generation.kv_directories import own_directory, sweep
 from common.job.config import KvConfig, RolloutConfig
 from loadtests.measuring.unrenewed import own_keys, unrenewed
-from services.engine.kv.chunk_files import HEAD_BYTES, ChunkHead, FoundChunk
-from services.engine.kv.keys import domain_of, names_of
+from services.engine.kv.chunk_files import HEAD_BYTES, ChunkHead, FoundChunk, domain_of, names_of
 from services.engine.kv.opening import shelves_of
 from services.engine.kv.rates import FRESH, TRIED, LoadingPace, Worth
 from services.engine.kv.retention import HALF_S, cost_of_loss, leaving
