@@ -15,9 +15,8 @@ from common.mesh.runtime.tasks import all_of
 from common.state import jobs
 from services.rollout.job import ShardJob
 from services.rollout.runner import EVALUATION_GROUP
-from services.rollout.trajectories.buffers import NOT_SAMPLED
 from services.rollout.trajectories.failures import OTHER
-from services.rollout.trajectories.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # the modes in which the held-out set is evaluated
 SETS = 64  # datasets and modes of one version that have groups of their own
@@ -26,8 +25,6 @@ LINEAGE_BIT, LINEAGES = 45, 32  # where a lineage shows in their numbers, and ho
 
 @dataclass(slots=True)
 class DrawnSet:
-    """Samples of a set, problem by problem."""
-
     rewards: list[list[float]]  # without samples that failed or ran on into another version
     lengths: list[int] = field(default_factory=list)
     failed: int = 0
@@ -133,7 +130,7 @@ class EvaluationRun:
                 if t.ending is None or t.ending.reward is None:
                     drawn.failed += 1
                     drawn.reasons[t.ending.kind or OTHER if t.ending else OTHER] += 1
-                elif _of_another_version(t, version):
+                elif (t.versions[t.versions != NOT_SAMPLED] != version).any():
                     drawn.mixed += 1
                     drawn.reasons["of another version"] += 1
                 else:
@@ -160,11 +157,6 @@ async def evaluate(shard: ShardJob, plan: EvaluationPlan, lineage: int) -> None:
     )
     if plan.tag not in {e["tag"] for e in recorded}:
         await EvaluationRun(shard, plan, lineage).run()
-
-
-def _of_another_version(t: Trajectory, version: int) -> bool:
-    sampled = t.versions[t.versions != NOT_SAMPLED]
-    return bool((sampled != version).any())
 
 
 def trajectory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from common.state import events, jobs, registry
 from common.state import groups as rows
 from common.state.pool.demand import measured
 from common.weights.bulk.port import BulkClient
-from services.rollout.broken import Broken
 from services.rollout.record.finished_groups import finished_group, hand_in
 from services.rollout.routing.engine_link import SeenEngine
 from services.rollout.runner import TrajectoryRunner
@@ -32,6 +32,29 @@ from services.rollout.worked import SHUT
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again
 BOUNDS = (32, 64, 96, 128, 192, 256, 512, 1024, 4096, 32768)  # bounds of the lengths' histogram
+
+
+class Broken:
+    """The first error of any task that works for a job: it ends the work of all of them."""
+
+    def __init__(self) -> None:
+        self._error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._error.done():
+            self._error.set_exception(error)
+            self._error.exception()  # it is told to whoever guards, if anybody does
+
+    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        try:
+            await asyncio.wait([task, self._error], return_when=asyncio.FIRST_COMPLETED)
+            if self._error.done():
+                self._error.result()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 class ShardJob:
@@ -59,23 +82,14 @@ class ShardJob:
 
     async def take_over(self) -> None:
         """Claims the shard and goes on with what its predecessor left of the open groups."""
-        await self._tell_of_lengths()
-        known = await self.runner.ledger.take_over(self.seed_of)
-        for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
-            self.start(a, known.get(a.group, []))
-
-    async def _tell_of_lengths(self) -> None:
-        """Says once that lengths of past trajectories were damaged."""
         history = self.runner.history
-        if history is None or not history.damage:
-            return
-        then = damage.FATES["lengths"].then
-        about = "lengths", history.path, history.damage, then
-        told = damage.fields(*about, job=self.job.id, aside=history.aside)
-        await events.append(self.mesh.state, damage.EVENT, told)
-        history.damage = ""
-
-    # -- engines ---------------------------------------------------------------------------------
+        if history is not None and history.damage:  # told of once
+            then = damage.FATES["lengths"].then
+            about = "lengths", history.path, history.damage, then
+            told = damage.fields(*about, job=self.job.id, aside=history.aside)
+            await events.append(self.mesh.state, damage.EVENT, told)
+            history.damage = ""
+        await self._take_up(await self.runner.ledger.take_over(self.seed_of))
 
     async def look(self) -> None:
         """Takes in which engines serve this job now; tells what has failed."""
@@ -87,8 +101,6 @@ class ShardJob:
         if told := self.runner.failures.hopeless:
             await self._fail(told)
         await self.runner.failures.tell()
-
-    # -- admission -------------------------------------------------------------------------------
 
     def wanted(self) -> int:
         """Groups to ask the gate for: enough for every slot, and one group in reserve."""
@@ -125,7 +137,8 @@ class ShardJob:
                     raise
                 self.mesh.telemetry.log.warning("admission", error=str(error))
                 await self.mesh.clock.sleep(GATE_S)
-                await patiently(self.mesh.clock, self._reconcile)
+                # Takes up groups that an admission opened whose reply was lost.
+                await patiently(self.mesh.clock, lambda: self._take_up({}))
                 opened = 0
             self._opening = False
             if self.admitting and self.wanted():
@@ -147,13 +160,11 @@ class ShardJob:
             self.start(a, [])
         return len(admitted)
 
-    async def _reconcile(self) -> None:
-        """Takes up groups that an admission opened whose reply was lost."""
+    async def _take_up(self, known: dict[int, list[Trajectory]]) -> None:
         for a in await rows.open_groups(self.mesh.state, self.job.id, self.mesh.name):
-            self.start(a, [])
+            self.start(a, known.get(a.group, []))
 
     def start(self, admitted: rows.AdmittedGroup, members: list[Trajectory]) -> None:
-        """Runs a group as a task of its own."""
         group = admitted.group
         self.enter(admitted.lineage, admitted.version)
         version = admitted.version
@@ -163,7 +174,15 @@ class ShardJob:
             work = self._group(group, admitted.prompt, version, members)
             task = asyncio.create_task(work, name=f"group {group}")
             self._groups[group] = task
-            task.add_done_callback(lambda done: self._group_done(group, done))
+
+            def ended(task: asyncio.Task[None]) -> None:
+                self._groups.pop(group, None)
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    # A group that stops without a fate would be awaited without end: begin again
+                    # from the ledger.
+                    self.broken.fail(error)
+
+            task.add_done_callback(ended)
 
     def enter(self, lineage: int, version: int) -> None:
         """The job is in a lineage, at `version`: if it is a new one, only engines that have its
@@ -175,15 +194,6 @@ class ShardJob:
         for t in self.runner.active:
             t.version = min(t.version, version)
         self.runner.router.enter(lineage)
-
-    def _group_done(self, group: int, task: asyncio.Task[None]) -> None:
-        self._groups.pop(group, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # A group that stops without a fate would be awaited without end: begin again from the
-            # ledger.
-            self.broken.fail(error)
-
-    # -- groups ----------------------------------------------------------------------------------
 
     async def _group(self, group: int, prompt: int, version: int, known: list[Trajectory]) -> None:
         size = self.config.algorithm.group_size
@@ -199,7 +209,14 @@ class ShardJob:
         await all_of(self._member(t, row) for t in members)
         scored = [t for t in members if t.ending is not None and t.ending.reward is not None]
         if len(scored) >= self.config.min_group:
-            await self._hand_in(group, prompt, members)
+            message = finished_group(
+                group,
+                prompt,
+                members,
+                self.runner.scorer.roles,
+                lambda: model_config(self.job).expert_shape,
+            )
+            await hand_in(self.mesh, self.bulk, self.job.id, message)
             self.runner.worked.groups += 1
             fate = "ready"
             self._dropped_in_a_row = 0
@@ -218,60 +235,28 @@ class ShardJob:
                 ),
             )
             fate = "dropped"
-            await self._dropped([t.ending.error for t in members if t.ending and t.ending.error])
+            # Once all that the gate lets through at a time has failed, its code is broken for ever.
+            self._dropped_in_a_row += 1
+            algorithm = self.config.algorithm
+            if self._dropped_in_a_row >= algorithm.groups_per_step * (algorithm.max_staleness + 1):
+                errors = [t.ending.error for t in members if t.ending and t.ending.error]
+                failed = f"all of the last {self._dropped_in_a_row} groups failed"
+                await self._fail(f"{failed}; the last one: {errors[-1]}")
         self.groups_finished += 1
         await self.runner.ledger.log((Kind.CLOSE, [group, fate]))
         await patiently(self.mesh.clock, lambda: self.runner.ledger.forget(group))
 
-    async def _dropped(self, errors: list[str]) -> None:
-        """Fails the job once all that the gate lets through at a time has failed: its code is
-        broken, and would be for ever.
-        """
-        self._dropped_in_a_row += 1
-        algorithm = self.config.algorithm
-        if self._dropped_in_a_row < algorithm.groups_per_step * (algorithm.max_staleness + 1):
-            return
-        last = errors[-1]
-        await self._fail(
-            f"all of the last {self._dropped_in_a_row} groups failed; the last one: {last}"
-        )
-
     async def _fail(self, told: str) -> None:
-        """Ends the job."""
         await self.runner.failures.close()
-        await patiently(
-            self.mesh.clock,
-            lambda: jobs.set_phase(
-                self.mesh.state,
-                self.job.id,
-                jobs.Phase.FAILED,
-                self.mesh.token,
-                self.mesh.name,
-                told,
-            ),
-        )
-
-    async def _hand_in(self, group: int, prompt: int, members: list[Trajectory]) -> None:
-        message = finished_group(
-            group,
-            prompt,
-            members,
-            self.runner.scorer.roles,
-            lambda: model_config(self.job).expert_shape,
-        )
-        await hand_in(self.mesh, self.bulk, self.job.id, message)
+        await enter_phase(self.mesh, self.job.id, jobs.Phase.FAILED, told)
 
     async def _member(self, t: Trajectory, row: dict[str, Any]) -> None:
-        """A trajectory of training; one that has ended here may be a sample."""
         known = t.ending is not None  # from the ledger
         await self.runner.train(t, row)
         if not known:
             self.samples.ended(t, row, self.version)
 
-    # -- stats and the end -----------------------------------------------------------------------
-
     def stats(self) -> ShardStats:
-        """What the live view and the planner read."""
         active = self.runner.active
         lengths = np.array([t.length for t in active] or [0])
         histogram = np.histogram(lengths, (0, *BOUNDS, 1 << 40))[0] if active else np.zeros(0)
@@ -299,3 +284,12 @@ class ShardJob:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.samples.close()
         await self.runner.close()
+
+
+async def enter_phase(
+    mesh: Mesh, job: str, phase: jobs.Phase, why: str = "", lineage: int | None = None
+) -> None:
+    await patiently(
+        mesh.clock,
+        lambda: jobs.set_phase(mesh.state, job, phase, mesh.token, mesh.name, why, lineage),
+    )

@@ -9,6 +9,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.api.engine import Finish, Sampling
 from common.base.errors import ToolFailed
 from common.job.bundle.job_data import JobData
@@ -27,16 +29,15 @@ from services.rollout.routing.lengths import LengthTrees
 from services.rollout.routing.queues import LengthBucket
 from services.rollout.routing.router import Router
 from services.rollout.routing.stay import Stay
-from services.rollout.supervised import supervise
-from services.rollout.timing import TrajectoryTimes
-from services.rollout.trajectories.buffers import NOT_SAMPLED
 from services.rollout.trajectories.failures import Failures, TrajectoryFailed
-from services.rollout.trajectories.trajectory import Ending, Trajectory
+from services.rollout.trajectories.trajectory import NOT_SAMPLED, Ending, Trajectory
 from services.rollout.trajectories.transcript import Transcript, stop_ids
 from services.rollout.trajectories.turns import TurnPlayer
-from services.rollout.worked import IN_FLIGHT, Worked
+from services.rollout.worked import IN_FLIGHT, TrajectoryTimes, Worked
 
 EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
+TOO_LONG = "leave out what is longer than rollout.max_tokens = {}, or raise it"
+LEARNED = 1.0  # reward of every answer of sft
 
 
 class TrajectoryRunner:
@@ -52,7 +53,8 @@ class TrajectoryRunner:
         self.sandbox = SandboxClient(mesh, job, self.failures)
         self.environments = EnvironmentPool(mesh, job, logs, self.failures)
         self.ledger = ShardLedger(mesh, job)
-        buckets = self._buckets()
+        buckets = [LengthBucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
+        buckets = buckets or [LengthBucket(rollout.max_tokens, rollout.slots)]
         follows = not rollout.buckets and len(set(rollout.tensor_parallel)) > 1
         self.history = (
             LengthHistory(mesh.host, self.ledger.directory, root=job.here)
@@ -83,18 +85,9 @@ class TrajectoryRunner:
             min_p=rollout.min_p,
         )
 
-    def _buckets(self) -> list[LengthBucket]:
-        rollout = self.config.rollout
-        if not rollout.buckets:
-            return [LengthBucket(rollout.max_tokens, rollout.slots)]
-        return [LengthBucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
-
     @property
     def active(self) -> list[Trajectory]:
-        """The trajectories that are under way."""
         return [stay.trajectory for stay in self.router.stays.values()]
-
-    # -- a trajectory ----------------------------------------------------------------------------
 
     async def train(self, t: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory of training to its end, and what the job's frozen models make of it; one
@@ -103,25 +96,21 @@ class TrajectoryRunner:
         if t.ending is not None:
             return await self._scored(t)
         with self.worked.spent.within(IN_FLIGHT), self.times.of(t):
-            await self._lived(t, row)
+            if self.config.supervised:
+                dataset, most = self.config.dataset, self.config.rollout.max_tokens
+                await supervise(t, row, dataset.response, self.environments, most)
+                if t.ending is not None and t.ending.error:
+                    row_failed = TrajectoryFailed(t.ending.error, kind="row that cannot be learned")
+                    t.ending = self._failed(t, row_failed)
+                self.freed.set()
+            else:
+                await self.run(t, row)
+            await self._scored(t)
         self.worked.trajectories += 1
         if t.ending is not None and not t.ending.error:
             self.worked.ended(int((t.versions != NOT_SAMPLED).sum()), t.prompt_length)
 
-    async def _lived(self, t: Trajectory, row: dict[str, Any]) -> None:
-        if self.config.supervised:
-            dataset, most = self.config.dataset, self.config.rollout.max_tokens
-            await supervise(t, row, dataset.response, self.environments, most)
-            if t.ending is not None and t.ending.error:
-                row_failed = TrajectoryFailed(t.ending.error, kind="row that cannot be learned")
-                t.ending = self._failed(t, row_failed)
-            self.freed.set()
-        else:
-            await self.run(t, row)
-        await self._scored(t)
-
     async def _scored(self, t: Trajectory) -> None:
-        """What the job's frozen models make of a trajectory that has a reward."""
         if t.ending is not None and t.ending.reward is not None:
             t.watch.enter("scoring")
             try:
@@ -130,7 +119,6 @@ class TrajectoryRunner:
                 t.ending = self._failed(t, error)
 
     async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
-        """A trajectory to its end, from wherever the ledger has it."""
         if t.ending is None:
             with self.times.of(t):
                 await self._run(t, row)
@@ -155,12 +143,17 @@ class TrajectoryRunner:
             self.history.append(past)
 
     async def to_end(self, stay: Stay, row: dict[str, Any]) -> Ending:
-        """How a trajectory ends that stays at the engines."""
         t = stay.trajectory
         try:
             if t.length == 0:
                 prompt = await self.environments.begin(t.id, row)
-                self._fits(t, prompt)
+                most = self.config.rollout.max_tokens
+                if len(prompt) >= most:
+                    raise TrajectoryFailed(
+                        f"row {t.prompt}: its prompt has {len(prompt)} tokens",
+                        kind="prompt too long",
+                        fix=TOO_LONG.format(most),
+                    )
                 t.begin(prompt)
                 if t.recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
@@ -173,21 +166,8 @@ class TrajectoryRunner:
             return self._failed(t, error)
 
     def _failed(self, t: Trajectory, error: ToolFailed) -> Ending:
-        """The ending of a trajectory that fails by type, which is told."""
         kind = self.failures.failed(error, evaluation=t.group >= EVALUATION_GROUP)
         return Ending("failed", None, str(error), kind)
-
-    def _fits(self, t: Trajectory, prompt: list[int]) -> None:
-        """TrajectoryFailed when a prompt leaves no room for an answer."""
-        most = self.config.rollout.max_tokens
-        if len(prompt) >= most:
-            raise TrajectoryFailed(
-                f"row {t.prompt}: its prompt has {len(prompt)} tokens",
-                kind="prompt too long",
-                fix=f"leave out what is longer than rollout.max_tokens = {most}, or raise it",
-            )
-
-    # -- its reward ------------------------------------------------------------------------------
 
     async def reward(
         self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
@@ -195,7 +175,22 @@ class TrajectoryRunner:
         """Return the job's reward or judge's verdict, or else the environment's own score.
         TrajectoryFailed if that is no finite number.
         """
-        found = await self._score(t, row, reason, score)
+        environment = self.config.environment
+        t.watch.enter("reward")
+        if self.judge is not None:
+            found = await self.judge.verdict(row, self.transcript.turns(t, reason))
+        elif self.config.reward.declared:
+            found = await self.sandbox.reward(row, self.transcript.turns(t, reason))
+        elif not (environment.use or environment.verifiers):
+            found = 0.0
+        elif score is not None:
+            found = score
+        else:
+            raise TrajectoryFailed(
+                f"the environment has no score for the trajectory, which ended by {reason}",
+                kind=f"ungradable, ended by {reason}",
+                fix="set reward.use, or return {'done': True, 'reward': x}, and from cut(text)",
+            )
         if not math.isfinite(found):
             raise TrajectoryFailed(
                 f"the reward is {found}, which is no finite number",
@@ -203,25 +198,6 @@ class TrajectoryRunner:
                 fix="see what the reward, its weights or the environment return",
             )
         return found
-
-    async def _score(
-        self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
-    ) -> float:
-        environment = self.config.environment
-        t.watch.enter("reward")
-        if self.judge is not None:
-            return await self.judge.verdict(row, self.transcript.turns(t, reason))
-        if self.config.reward.declared:
-            return await self.sandbox.reward(row, self.transcript.turns(t, reason))
-        if not (environment.use or environment.verifiers):
-            return 0.0
-        if score is None:
-            raise TrajectoryFailed(
-                f"the environment has no score for the trajectory, which ended by {reason}",
-                kind=f"ungradable, ended by {reason}",
-                fix="set reward.use, or return {'done': True, 'reward': x}, and from cut(text)",
-            )
-        return score
 
     async def close(self) -> None:
         """Leaves what is in flight to the ledger."""
@@ -251,17 +227,12 @@ class JobTurns(TurnPlayer):
         return [self._row, t.replay(answered=answered), t.tokens[: t.turn_start].tolist()]
 
     async def generate(self) -> Finish:
-        return await self._stay.generate(self._limit)
-
-    @property
-    def _limit(self) -> int:
-        """Tokens at which the trajectory is cut, its prompt included."""
         t, config = self.t, self._runner.config
-        if not config.rollout.lengths:
-            return config.rollout.max_tokens
-        index = t.group * config.algorithm.group_size + t.member
-        forced = config.rollout.lengths[index % len(config.rollout.lengths)]
-        return min(t.prompt_length + forced, config.rollout.max_tokens)
+        limit, forced = config.rollout.max_tokens, config.rollout.lengths
+        if forced:
+            index = t.group * config.algorithm.group_size + t.member
+            limit = min(t.prompt_length + forced[index % len(forced)], limit)
+        return await self._stay.generate(limit)
 
     async def step(self, ids: list[int]) -> tuple[str, str, Any]:
         self.t.watch.enter("environment")
@@ -295,3 +266,34 @@ class JobTurns(TurnPlayer):
     def appended(self, ids: list[int], *, last: bool = False) -> None:
         if self.t.recorded and not last:
             self._runner.ledger.defer(Kind.APPEND, [self.t.id, ids], self.t.group)
+
+
+async def supervise(
+    t: Trajectory,
+    row: dict[str, Any],
+    response: str,
+    environments: EnvironmentPool,
+    max_tokens: int,
+) -> None:
+    """Fills a trajectory of sft with the row's own prompt and answer, encoded and not sampled, and
+    ends it; one that cannot be learned fails by type.
+
+    Nothing of it is in the ledger: the row gives it again.
+    """
+    t.recorded = False
+    try:
+        prompt, answer = await environments.answer(t.id, row, row.get(response))
+        if not answer:
+            raise ToolFailed("the answer has no token")
+        if len(prompt) + len(answer) > max_tokens:
+            raise ToolFailed(
+                f"prompt and answer have {len(prompt) + len(answer)} tokens",
+                fix=TOO_LONG.format(max_tokens),
+            )
+    except ToolFailed as error:
+        t.ending = Ending("failed", None, f"row {t.prompt}: {error}")
+        return
+    n = len(answer)
+    t.begin(prompt)
+    t.sampled(np.array(answer, np.int32), np.zeros(n, np.float32), np.full(n, t.version, np.int32))
+    t.ending = Ending("done", LEARNED)

@@ -22,8 +22,7 @@ from common.base.files.lines import line_of
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.mesh import Mesh
 from common.records.run_lines import lines_of, sample_file
-from services.rollout.trajectories.buffers import NOT_SAMPLED
-from services.rollout.trajectories.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 from services.rollout.trajectories.transcript import Transcript
 
 MOST = 24  # trajectories of a step, on one shard
@@ -53,7 +52,6 @@ class Samples:
         self._failed: Counter[str] = Counter()
 
     def ended(self, t: Trajectory, row: dict[str, Any], version: int) -> None:
-        """A trajectory of training has ended, while `version` was the current one."""
         if version + 1 != self._step:
             self._begin(version + 1)
         why = self._why(t)
@@ -62,7 +60,6 @@ class Samples:
             self._write(self._sample(t, row, version + 1, why) | {"set": "train"})
 
     def _why(self, t: Trajectory) -> list[str]:
-        """What makes it one that is kept."""
         assert t.ending is not None
         reward, why = t.ending.reward, []
         if reward is None:
@@ -87,7 +84,6 @@ class Samples:
         step: int,
         drawn: Sequence[tuple[Trajectory, dict[str, Any]]],
     ) -> None:
-        """A set of an evaluation has been sampled."""
         scored = sorted(
             (entry for entry in drawn if _reward(entry[0]) is not None),
             key=lambda entry: (_reward(entry[0]), entry[0].id),
@@ -103,7 +99,6 @@ class Samples:
     def _sample(
         self, t: Trajectory, row: dict[str, Any], step: int, why: list[str]
     ) -> dict[str, Any]:
-        """All that is told of a trajectory."""
         assert t.ending is not None
         sampled = t.versions[t.versions != NOT_SAMPLED]
         versions = [int(sampled.min()), int(sampled.max())] if len(sampled) else []
@@ -162,7 +157,6 @@ def bounded(value: Any) -> Any:
 
 
 def _ends(values: Sequence[Any]) -> list[Any]:
-    """All of a list, or its first and last parts."""
     half = TURNS // 2
     return list(values) if len(values) <= TURNS else [*values[:half], *values[-half:]]
 

@@ -24,7 +24,7 @@ from common.state.pool.store import store as pool
 from common.state.pool.workers.names import service
 from common.weights.store.local_files import local_job
 from services.rollout.evaluation import evaluate
-from services.rollout.job import LOOK_S, ShardJob
+from services.rollout.job import LOOK_S, ShardJob, enter_phase
 from services.rollout.runner import TrajectoryRunner
 
 BROKEN = 70  # exit status after an error that nobody foresaw
@@ -65,14 +65,13 @@ class RolloutShard(Actor):
         except FATAL as error:
             self.mesh.telemetry.log.error("job failed", job=self.job, error=str(error))
             with suppress(Refused):  # it has ended otherwise meanwhile
-                await self._enters(Phase.FAILED, str(Failure.of(error)))
+                await enter_phase(self.mesh, self.job, Phase.FAILED, str(Failure.of(error)))
         except Exception as error:
             traceback.print_exc()
             told = f"{self.mesh.name} cannot go on: {error!r}"
             self.mesh.host.exit(BROKEN, told, error, self.job)
 
     async def _begun(self) -> jobs.JobRow | None:
-        """The job's row once shards are to work on it; None: it has ended before."""
         while True:
             row = await patiently(self.mesh.clock, self._row)
             if row is None or row.ended:
@@ -82,18 +81,10 @@ class RolloutShard(Actor):
             await self._pause()
 
     async def _row(self) -> jobs.JobRow | None:
-        """The job's; None when it was deleted."""
         try:
             return await jobs.job(self.mesh.state, self.job)
         except NotFound:
             return None
-
-    async def _enters(self, phase: Phase, why: str = "", lineage: int | None = None) -> None:
-        mesh, job = self.mesh, self.job
-        await patiently(
-            mesh.clock,
-            lambda: jobs.set_phase(mesh.state, job, phase, mesh.token, mesh.name, why, lineage),
-        )
 
     async def _pause(self) -> None:
         """Returns when the phase has changed here, after LOOK_S seconds at most."""
@@ -127,13 +118,17 @@ class RolloutShard(Actor):
             await self._pause()
 
     async def _turn(self, shard: ShardJob) -> bool:
-        """One look at the job; False when it has ended."""
         try:
             row = await self._row()
             if row is None or row.ended:
                 return False
-            if row.lineage != self._lineage:
-                await self._enter(shard, row)
+            if row.lineage != self._lineage:  # its versions are others, whatever their numbers
+                for task in self._evaluating:
+                    task.cancel()
+                await asyncio.gather(*self._evaluating, return_exceptions=True)
+                self._evaluated.clear()
+                shard.enter(row.lineage, row.version)
+                self._lineage = row.lineage
             self.mesh.job_clock.hold(row.paused)
             await shard.look()
             self._drains = await pool.drains(self.mesh.state, self.mesh.settings.host)
@@ -147,15 +142,6 @@ class RolloutShard(Actor):
                 raise
             self.mesh.telemetry.log.warning("looking again", error=str(error))
         return True
-
-    async def _enter(self, shard: ShardJob, row: jobs.JobRow) -> None:
-        """Goes on in another lineage: its versions are other ones, whatever their numbers."""
-        for task in self._evaluating:
-            task.cancel()
-        await asyncio.gather(*self._evaluating, return_exceptions=True)
-        self._evaluated.clear()
-        shard.enter(row.lineage, row.version)
-        self._lineage = row.lineage
 
     def _evaluations(self, shard: ShardJob, row: jobs.JobRow) -> None:
         """Starts the evaluation that this phase or version asks for, once in a lineage."""
@@ -173,7 +159,6 @@ class RolloutShard(Actor):
                 self._evaluate(evaluate(shard, asked, row.lineage))
 
     def _once(self, tag: str) -> bool:
-        """True the first time that this incarnation asks for `tag`."""
         fresh = tag not in self._evaluated
         self._evaluated.add(tag)
         return fresh
@@ -184,7 +169,7 @@ class RolloutShard(Actor):
         """The evaluation before or after training, if any, and the phase that follows it."""
         if plan is not None:
             await evaluate(shard, plan, lineage)
-        await self._enters(then, lineage=lineage)
+        await enter_phase(self.mesh, self.job, then, lineage=lineage)
         self._changed.set()
 
     def _evaluate(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,14 +1,21 @@
-"""What a shard has measured of its own work, as the planner reads it."""
+"""Measurements of a shard's own work, as the planner reads them and as traces have them."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from common.base.occupancy import Occupancy
+from common.job.bundle.job_data import JobData
+from common.mesh.runtime.mesh import Mesh
+from common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
+from common.records.traces import Traces
 from common.state.pool.demand.measured import LEVELS, Lengths, MeasuredWork
 from services.rollout.routing.stay import AT_ENGINE, TURN
+from services.rollout.trajectories.trajectory import Trajectory
 
 IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories
 SHUT = "shut"  # and the gate, which is there while it holds back what there is room for
@@ -59,3 +66,49 @@ class Worked:
             shut_s=self.spent.seconds(SHUT),
             prompted=self._prompted,
         )
+
+
+class TrajectoryTimes:
+    """Gives trajectories their stopwatch, and tells what it says in the end, of as many groups as
+    the job has traced.
+
+    A trajectory is in one state at a time: `open` until its prompt is there, `queue` until an
+    engine has room for its turn, `cache` while its keys and values come along, `prefill` until the
+    first token of the turn is written down (the engine's own queue is part of it), `decode`,
+    `environment`, `tool`, `reward`, `scoring`.
+    """
+
+    def __init__(self, mesh: Mesh, job: JobData) -> None:
+        self._clock = mesh.clock
+        self._traces = Traces(mesh, job, f"shard-{mesh.name.rpartition('/')[2]}")
+
+    @contextmanager
+    def of(self, t: Trajectory) -> Iterator[None]:
+        """The time of a trajectory; within another one of the same it is part of that."""
+        if t.watch is not UNTIMED or not self._traces.has(t.group):
+            yield
+            return
+        watch = t.watch = Stopwatch(self._clock, "open")
+        try:
+            yield
+        finally:
+            t.watch = UNTIMED
+            ending = t.ending  # None when it is cut off, as its shard ends
+            self._traces.write(
+                {
+                    "kind": "trajectory",
+                    "at": round(watch.began, 6),
+                    "group": t.group,
+                    "member": t.member,
+                    "version": t.version,
+                    "prompt": t.prompt_length,
+                    "tokens": t.length,
+                    "ending": ending.reason if ending else "",
+                    "reward": ending.reward if ending else None,
+                    "training": t.recorded,
+                    "parts": watch.parts(),
+                }
+            )
+
+    async def close(self) -> None:
+        await self._traces.close()

@@ -19,10 +19,10 @@ from common.base.errors import DeadlineExceeded, MeshError, PeerLost
 from common.environment.framing import frames, packed
 from common.mesh.process.handle import Child
 from common.mesh.runtime.mesh import Mesh
-from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.process import (
     EnvironmentChild,
     EnvironmentHung,
+    EnvironmentLost,
     Operation,
     answer_of,
     is_stopped,
@@ -93,7 +93,9 @@ class EpisodeProcess(EnvironmentChild):
         child = self._child
         try:
             if child is None:
-                child = self._begin()
+                self._probed = None
+                child = self._spawn()
+                self._start(self._follow(child), "follow")
             messages, self._unsent = self._unsent, []
             async with self._sending:
                 for frame in frames(messages):
@@ -103,30 +105,28 @@ class EpisodeProcess(EnvironmentChild):
         except Exception as error:  # half a frame may be out
             await self._lose(child, error)
 
-    def _begin(self) -> Child:
-        self._probed = None
-        child = self._spawn()
-        self._start(self._follow(child), "follow")
-        return child
-
     async def _follow(self, child: Child) -> None:
         try:
             while True:
                 with contextlib.suppress(DeadlineExceeded):
-                    self._answered(await child.recv(LOOK_S))
-                self._look()
+                    self._fresh = False
+                    for number, status, value in msgpack.unpackb(
+                        (await child.recv(LOOK_S)), raw=False
+                    ):
+                        if number == PROBE:
+                            self._probed = None
+                            for late in self._late():
+                                self._settle(late, self._hung(late))
+                        else:
+                            self._settle(number, answer_of(status, value, self.name))
+                now = self._mesh.clock.monotonic()
+                if self._probed is None and self._late():  # asks for a sign of life
+                    self._probed = now
+                    self._send(packed([PROBE, 0, "text", []]))
+                elif self._probed is not None and now > self._probed + PROBE_S:
+                    raise EnvironmentLost(f"nothing was answered in {PROBE_S:g} s")
         except Exception as error:  # whatever it was: nobody else would settle what is open
             await self._lose(child, error)
-
-    def _answered(self, block: bytes) -> None:
-        self._fresh = False
-        for number, status, value in msgpack.unpackb(block, raw=False):
-            if number == PROBE:
-                self._probed = None
-                for late in self._late():
-                    self._settle(late, self._hung(late))
-            else:
-                self._settle(number, answer_of(status, value, self.name))
 
     def _settle(self, number: int, answer: Any) -> None:
         settled = self._open.pop(number, None)
@@ -142,18 +142,7 @@ class EpisodeProcess(EnvironmentChild):
         return [n for n, o in self._open.items() if o.deadline < now]
 
     def _hung(self, number: int) -> EnvironmentHung:
-        hung = EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
-        hung.late = str(hung)
-        return hung
-
-    def _look(self) -> None:
-        """Asks a process with late answers for a sign of life, and gives up one without."""
-        now = self._mesh.clock.monotonic()
-        if self._probed is None and self._late():
-            self._probed = now
-            self._send(packed([PROBE, 0, "text", []]))
-        elif self._probed is not None and now > self._probed + PROBE_S:
-            raise EnvironmentLost(f"nothing was answered in {PROBE_S:g} s")
+        return EnvironmentHung(f"no answer in {self._open[number].patience_s:.0f} s")
 
     async def _lose(self, child: Child | None, error: Exception) -> None:
         """Gives up a process (None: one that did not start) with all that is open in it."""
@@ -163,17 +152,15 @@ class EpisodeProcess(EnvironmentChild):
             held = list(self._open)
             lost: MeshError = EnvironmentLost(f"environment process {self.name}: {error}")
             if child is not None:
-                lost = await self._ends.lost(child, self._log, error)
+                lost = await self._lost(child, error)
             for number in held:
-                if number not in self._open:  # answered meanwhile
-                    continue
-                self._settle(number, self._hung(number) if number in late else lost)
+                if number in self._open:  # else answered meanwhile
+                    self._settle(number, self._hung(number) if number in late else lost)
         if child is not None:
             child.kill()
             await child.wait(5.0)
 
     async def close(self) -> None:
-        self._ends.stop()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

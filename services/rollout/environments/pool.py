@@ -13,10 +13,10 @@ from typing import Any
 
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.mesh import Mesh
-from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
 from services.rollout.environments.process import (
     EnvironmentHung,
+    EnvironmentLost,
     EnvironmentProcess,
 )
 from services.rollout.trajectories.failures import Failures, TrajectoryFailed
@@ -28,12 +28,13 @@ LOSSES = 5  # processes in a row that an operation may end: somebody else may ha
 
 
 def command(job: JobData) -> list[str]:
-    """What runs an environment process of a job."""
     config = job.config.environment
-    if config.verifiers:
-        return verifiers_command(job)
-    argv = [sys.executable, "-m", "services.environment", "--use", config.use]
-    argv += ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
+    places = ["--modules", str(job.modules), "--tokenizer", str(job.tokenizer)]
+    if config.verifiers:  # in the interpreter of that package
+        argv = [config.python, "-I", str(BOOT), "--taskset", config.verifiers, *places]
+        argv += ["--options", json.dumps(config.verifiers_options)]
+        return [*argv, *chat_arguments(job)]
+    argv = [sys.executable, "-m", "services.environment", "--use", config.use, *places]
     argv += ["--prompt", job.config.dataset.prompt, "--threads", str(config.threads)]
     argv += ["--special-tokens", config.special_tokens]
     argv += ["--ends", json.dumps(job.config.rollout.stop)]
@@ -41,14 +42,6 @@ def command(job: JobData) -> list[str]:
         argv += chat_arguments(job)
         argv += ["--tools", json.dumps(config.tools), "--mcp", json.dumps(config.mcp)]
     return argv
-
-
-def verifiers_command(job: JobData) -> list[str]:
-    """The same for an environment of the `verifiers` package, in that package's interpreter."""
-    config = job.config.environment
-    argv = [config.python, "-I", str(BOOT), "--taskset", config.verifiers]
-    argv += ["--options", json.dumps(config.verifiers_options), "--modules", str(job.modules)]
-    return [*argv, "--tokenizer", str(job.tokenizer), *chat_arguments(job)]
 
 
 def chat_arguments(job: JobData) -> list[str]:
@@ -82,17 +75,10 @@ class EnvironmentPool:
         self._wall, self._stopped = mesh.clock.wall, dict[str, int]()
         at_once = config.verifiers or config.threads > 1
         kind = EpisodeProcess if at_once else EnvironmentProcess
-        name = "environment-" + mesh.name.replace("/", "-")
+        prefix = "environment-" + mesh.name.replace("/", "-")
         self._processes = [
-            kind(
-                mesh,
-                command(job),
-                f"{name}-{i}",
-                logs / f"{name}-{i}.log",
-                config.step_deadline_s,
-                job.id,
-            )
-            for i in range(config.processes)
+            kind(mesh, command(job), name, logs / f"{name}.log", config.step_deadline_s, job.id)
+            for name in (f"{prefix}-{i}" for i in range(config.processes))
         ]
 
     @property
@@ -143,7 +129,9 @@ class EnvironmentPool:
         return text, score
 
     def close_one(self, key: int) -> None:
-        self._process(key).put((key, "close", None)).add_done_callback(_observe)
+        self._process(key).put((key, "close", None)).add_done_callback(
+            lambda future: future.cancelled() or future.exception()
+        )
 
     def _process(self, key: int) -> EnvironmentProcess | EpisodeProcess:
         return self._processes[(key ^ key >> 12) % len(self._processes)]
@@ -163,7 +151,10 @@ class EnvironmentPool:
                 self._failures.answered(TIMED_OUT)
                 return answer
             except EnvironmentLost as error:
-                self._late(error)
+                if error.late:  # counted once for all that were lost with it
+                    text = f"the environment {self._use} hung: {error.late}"
+                    error.late, setting = "", "environment.step_deadline_s"
+                    self._failures.gave_up(TIMED_OUT, TIMED_OUT, text, self._deadline_s, setting)
                 losses += 1
                 hangs += isinstance(error, EnvironmentHung)
                 if hangs == HANGS:
@@ -180,18 +171,5 @@ class EnvironmentPool:
                         where=process.name,
                     ) from error
 
-    def _late(self, error: EnvironmentLost) -> None:
-        """Counts an operation that was given up, once for all that were lost with it."""
-        late, error.late = error.late, ""
-        if late:
-            text = f"the environment {self._use} hung: {late}"
-            key = "environment.step_deadline_s"
-            self._failures.gave_up(TIMED_OUT, TIMED_OUT, text, self._deadline_s, key)
-
     async def close(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
-
-
-def _observe(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -1,5 +1,5 @@
-"""One environment process of a rollout shard: sends it operations in batches, and notices its
-end.
+"""An environment process of a rollout shard: sends it operations in batches, notices its end, and
+tells of that as an event and as an error to its trajectories.
 """
 
 from __future__ import annotations
@@ -10,27 +10,49 @@ from typing import Any
 
 import msgpack
 
-from common.base.errors import BadMessage, DeadlineExceeded, MeshError, ToolFailed
+from common.base.errors import (
+    BadMessage,
+    ConfigError,
+    DeadlineExceeded,
+    MeshError,
+    PeerLost,
+    ToolFailed,
+)
 from common.base.host.settings import WITHOUT_SETTINGS
 from common.environment.framing import frames, packed
+from common.mesh.process.ends.failure import end_of
 from common.mesh.process.handle import Child
 from common.mesh.process.starting import Spawning
+from common.mesh.process.supervision.ended import EndReport, Reports
 from common.mesh.runtime.calls.batcher import Batcher
 from common.mesh.runtime.mesh import Mesh
-from services.rollout.environments.ends import EnvironmentEnds, EnvironmentLost
 from services.rollout.trajectories.failures import TrajectoryFailed
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
 START_S = 60.0  # importing the author's modules may take its time
 LOOK_AGAIN_S = 0.2  # past a deadline: this process itself may have been stopped until then
 ORDERLY_S = 5.0  # for what environments clean up at the end, within what a service's stop may take
+ENDING_S = 2.0  # from the end of a process's channel until its exit status can be read
+KILLED = -9
 STOPPED = "Tt"  # states of a process that was stopped, in /proc
+
+
+class EnvironmentLost(MeshError):
+    """The process that held the environment has died; it can be rebuilt from the log."""
+
+    code = "environment_lost"
+    retryable = True
+    late = ""  # what was out when it was killed for being late, until somebody has told of it
 
 
 class EnvironmentHung(EnvironmentLost):
     """A running process did not answer one operation, which was alone in its batch."""
 
     code = "environment_hung"
+
+    def __init__(self, message: str, **about: str) -> None:
+        super().__init__(message, **about)
+        self.late = str(self)
 
 
 class EnvironmentChild:
@@ -40,7 +62,7 @@ class EnvironmentChild:
         self, mesh: Mesh, argv: list[str], name: str, log: Path, deadline_s: float, job: str = ""
     ) -> None:
         self._mesh, self._argv, self._log = mesh, argv, log
-        self._ends = EnvironmentEnds(mesh, job)
+        self._job, self._reports = job, Reports(mesh.state, mesh.clock)
         self.name = name
         self._deadline_s = deadline_s
         self._child: Child | None = None
@@ -52,7 +74,6 @@ class EnvironmentChild:
 
     @property
     def stopped(self) -> bool:
-        """True if a signal has stopped the process."""
         return is_stopped(self._child)
 
     def _spawn(self) -> Child:
@@ -66,8 +87,32 @@ class EnvironmentChild:
         )
         return self._child
 
+    async def _lost(self, child: Child, error: BaseException) -> EnvironmentLost | ConfigError:
+        """What those get who waited for it: EnvironmentLost, after which a new one may serve them;
+        ConfigError where every process would end so. `error` is how its loss was noticed.
+        """
+        name, log, job = child.name, str(self._log), self._job
+        code = await child.wait(ENDING_S) if isinstance(error, PeerLost) else child.poll()
+        if code is None:  # it runs, and is killed for what it does not do
+            why = f"it was killed: {error}"
+            await self._reports.tell(EndReport(name, KILLED, why, job=job, log=log, charged=False))
+            return EnvironmentLost(f"environment process {name}: {error}")
+        failure = self._mesh.host.failure_of(child.pid, self._log, code) if code else None
+        why = f"signal {-code}" if code < 0 else f"exit status {code}"
+        final = failure is not None and failure.fatal
+        # A crash fails the trajectories that were in it, whose number is bounded (`Failures`).
+        charged = failure is not None
+        await self._reports.tell(
+            EndReport(name, code, why, failure, job, final=final, log=log, charged=charged)
+        )
+        if failure is not None and failure.fatal:
+            return ConfigError(failure.text, where=failure.where, fix=failure.fix)
+        said = str(failure) if failure is not None else f"{why}; its log ends: {end_of(self._log)}"
+        return EnvironmentLost(f"environment process {name} ended: {said}")
+
     async def _dismiss(self) -> None:
         """Lets the process clean up what its environments hold, as far as that ends soon."""
+        self._reports.stop()
         child, self._child = self._child, None
         if child is not None:
             await dismissed(child)
@@ -92,14 +137,13 @@ class EnvironmentProcess(EnvironmentChild):
         ]
         sent = [i for i, message in enumerate(messages) if isinstance(message, bytes)]
         if sent:
-            blocks = frames(m for m in messages if isinstance(m, bytes))
+            blocks = frames(messages[i] for i in sent)
             told = await self._asked([batch[i] for i in sent], list(blocks))
             for i, answer in zip(sent, told, strict=True):
                 messages[i] = answer
         return messages
 
     async def _asked(self, batch: list[Operation], blocks: list[bytes]) -> list[Any]:
-        """What the process answers to a batch, which takes one frame or more."""
         child = self._child or self._spawn()
         deadline_s = self._deadline_s * max(steps_of(operation) for operation in batch)
         deadline_s += START_S if self._fresh else 0.0
@@ -108,16 +152,19 @@ class EnvironmentProcess(EnvironmentChild):
             with self._mesh.wait(batch[0][1], on=self.name):
                 for block in blocks:
                     await child.send(block)
-                    answers += msgpack.unpackb(await self._received(child, deadline_s), raw=False)
+                    try:
+                        answer = await child.recv(deadline_s)
+                    except DeadlineExceeded:
+                        answer = await child.recv(LOOK_AGAIN_S)
+                    answers += msgpack.unpackb(answer, raw=False)
         except (OSError, EOFError, ValueError, MeshError) as error:
-            stopped = is_stopped(child)
-            lost = await self._ends.lost(child, self._log, error)
-            await self._bury(child)
-            if isinstance(error, DeadlineExceeded) and len(batch) == 1 and not stopped:
-                hung = EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")
-                hung.late = str(hung)
-                return [hung]
-            late = isinstance(error, DeadlineExceeded) and not stopped
+            late = isinstance(error, DeadlineExceeded) and not is_stopped(child)
+            lost = await self._lost(child, error)
+            self._child = None
+            child.kill()
+            await child.wait(5.0)
+            if late and len(batch) == 1:
+                return [EnvironmentHung(f"{batch[0][1]}() took over {deadline_s:.0f} s")]
             if late and isinstance(lost, EnvironmentLost):
                 names = sorted({f"{operation[1]}()" for operation in batch})
                 lost.late = f"{' or '.join(names)} took over {deadline_s:.0f} s"
@@ -125,20 +172,8 @@ class EnvironmentProcess(EnvironmentChild):
         self._fresh = False
         return [answer_of(status, value, self.name) for _, status, value in answers]
 
-    async def _received(self, child: Child, deadline_s: float) -> bytes:
-        try:
-            return await child.recv(deadline_s)
-        except DeadlineExceeded:
-            return await child.recv(LOOK_AGAIN_S)
-
-    async def _bury(self, child: Child) -> None:
-        self._child = None
-        child.kill()
-        await child.wait(5.0)
-
     async def close(self) -> None:
         await self._batcher.close()
-        self._ends.stop()
         await self._dismiss()
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from common.api.engine import Finish, Tokens
 from common.base.encoding.messages import Array
@@ -52,18 +51,15 @@ class GroupCommit:
 
     @property
     def out(self) -> int:
-        """Requests that are out."""
         return self._staging.out
 
     def open(self, trajectory: Trajectory) -> OpenRequest:
-        """A new request of a trajectory."""
         request = self._staging.open(trajectory, asyncio.get_running_loop().create_future())
         if trajectory.watch is not UNTIMED:
             self._timed.append(request)
         return request
 
     def forget(self, request: OpenRequest) -> bool:
-        """Takes nothing more for a request; False if it was over already."""
         return self._staging.close(request.id) is not None
 
     def abort(self, engine: str, requests: Iterable[int]) -> None:
@@ -116,7 +112,6 @@ class GroupCommit:
             self._task = None
 
     async def _commit(self, flushes: list[Tokens]) -> None:
-        """Writes flushes down, then lets them count."""
         requests = np.concatenate([f.ids for f in flushes])
         finish = np.concatenate([f.finish for f in flushes])
         new = TokenRows(
@@ -128,9 +123,11 @@ class GroupCommit:
             experts=laid_out((f.experts, len(f.tokens)) for f in flushes),
         )
         rows = self._staging.rows_of(requests)
-        writes = self._write(rows, new)
-        if writes is not None:
-            await self._writer.tokens(writes)
+        wanted = (rows != NOBODY) & (new.counts > 0) & self._staging.recorded(rows)
+        if wanted.any():  # goes to the ledger, under the trajectories' numbers
+            chosen = new if wanted.all() else some(new, wanted)
+            ids = self._staging.trajectories(rows[wanted])
+            await self._writer.tokens(replace(chosen, ids=ids))
             rows = self._staging.rows_of(requests)  # some may be over by now
         wanted = (rows != NOBODY) & (new.counts > 0)
         taken = new if wanted.all() else some(new, wanted)
@@ -141,24 +138,11 @@ class GroupCommit:
             self._timed = [request for request in self._timed if not _decodes(request)]
         over = (rows != NOBODY) & (finish != Finish.RUNNING)
         for number, code in zip(requests[over].tolist(), finish[over].tolist(), strict=True):
-            self._end(number, code)
-
-    def _write(self, rows: NDArray[np.int64], new: TokenRows) -> TokenRows | None:
-        """What of `new` goes to the ledger, under the trajectories' numbers."""
-        wanted = (rows != NOBODY) & (new.counts > 0) & self._staging.recorded(rows)
-        if not wanted.any():
-            return None
-        chosen = new if wanted.all() else some(new, wanted)
-        ids = self._staging.trajectories(rows[wanted])
-        return replace(chosen, ids=ids)
-
-    def _end(self, number: int, code: int) -> None:
-        request = self._staging.close(number)
-        if request is not None and not request.done.done():
-            request.done.set_result(code)
+            request = self._staging.close(number)
+            if request is not None and not request.done.done():
+                request.done.set_result(code)
 
     async def close(self) -> None:
-        """Drops what has not been written."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

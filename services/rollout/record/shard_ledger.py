@@ -79,7 +79,6 @@ class _Found:
 
 
 def _counted(found: Sequence[_Found], groups: set[int]) -> Iterator[Record]:
-    """The records of some groups, as far as they count."""
     again = Restored()
     for one in found:
         for record, _ in scan(one.path, one.length) if one.length else ():
@@ -99,7 +98,6 @@ def _counted(found: Sequence[_Found], groups: set[int]) -> Iterator[Record]:
 
 
 def _then(again: set[int], cut: set[int]) -> str:
-    """What follows for the groups that are open."""
     told = []
     if again:
         told.append(f"{_named(again)} from the prompt")
@@ -121,19 +119,14 @@ class ShardLedger:
         self._mesh, self._job, self._here = mesh, job.id, job.here
         # A name of where the segments lie, which all that see them have for it.
         self._place = HOME if job.at_home else f"host {mesh.settings.host}"
-        directory = job.here / "ledger" / f"shard-{service(mesh.name)[2]}"
-        self._ledger = Ledger(mesh.host, directory, f"{mesh.token:012d}")
+        self.directory = job.here / "ledger" / f"shard-{service(mesh.name)[2]}"
+        self._ledger = Ledger(mesh.host, self.directory, f"{mesh.token:012d}")
         self._queue: list[tuple[tuple[tuple[Kind, Any], ...], Iterable[int], Written]] = []
         self._writer: asyncio.Task[None] | None = None
         self._under_way: Written | None = None
         self._writing = asyncio.Lock()  # held while the open segment must stay the same
         self._changed = asyncio.Event()  # there may be something to write or to sync
         self._changed.set()
-
-    @property
-    def directory(self) -> Path:
-        """Where the shard's segments lie."""
-        return self._ledger.directory
 
     @property
     def bytes_written(self) -> int:
@@ -249,7 +242,6 @@ class ShardLedger:
             self._ledger.delete(path)  # after that: one that is on record and gone is damage
 
     def defer(self, kind: Kind, payload: Any, group: int) -> None:
-        """A record that may go with the next one: see `Ledger.defer`."""
         self._ledger.defer(kind, payload, group)
         self._changed.set()
 
@@ -302,7 +294,6 @@ class ShardLedger:
         await asyncio.shield(self._under_way)
 
     async def tokens(self, new: TokenRows) -> None:
-        """New tokens of trajectories."""
         groups = np.unique(new.ids >> MEMBER_BITS).tolist()
         parts = ((Kind.TOKENS, part) for part in in_parts(new, PART_BYTES))
         await self.log(*parts, groups=groups)

@@ -48,11 +48,9 @@ class OpenRequest:
 
     @property
     def staged(self) -> int:
-        """Tokens that are not yet in the trajectory's own columns."""
         return self.staging.used(self.row)
 
     def settle(self) -> None:
-        """Moves those there."""
         self.staging.settle(self.row)
 
 
@@ -84,7 +82,7 @@ class Staging:
         self._request[row], self._trajectory[row] = number, trajectory.id
         self._recorded[row], self._used[row] = trajectory.recorded, 0
         self._of[row] = request
-        trajectory.buffer.stage(request)
+        trajectory.stage(request)
         return request
 
     def close(self, number: int) -> OpenRequest | None:
@@ -96,19 +94,17 @@ class Staging:
             return None
         request = self._of[row]
         assert request is not None
-        request.trajectory.buffer.stage(None)
+        request.trajectory.stage(None)
         self._of[row] = None
         self._request[row] = NOBODY
         self._free.append(row)
         return request
 
     def has(self, request: OpenRequest) -> bool:
-        """Whether the request is still out."""
         return self._of[request.row] is request
 
     @property
     def out(self) -> int:
-        """Requests that are out."""
         return len(self._of) - len(self._free)
 
     def _grow(self) -> None:
@@ -136,8 +132,6 @@ class Staging:
             self._experts[: len(before)] = before
         else:
             self._experts[:] = UNKNOWN
-
-    # -- tokens ----------------------------------------------------------------------------------
 
     def rows_of(self, requests: NDArray[np.int64]) -> NDArray[np.int64]:
         """The row of each request; NOBODY where it is over."""
@@ -169,7 +163,12 @@ class Staging:
             self.settle(row)
         large = new.counts > ROW_TOKENS
         if large.any():
-            self._straight(rows, new, large)
+            ends = np.cumsum(new.counts)
+            for i in np.flatnonzero(large).tolist():
+                part = slice(int(ends[i] - new.counts[i]), int(ends[i]))
+                request = self._of[int(rows[i])]
+                assert request is not None
+                request.trajectory.sampled(*new.columns(part))
             rows, new = rows[~large], some(new, ~large)
         counts = new.counts
         used = self._used[rows]
@@ -185,23 +184,12 @@ class Staging:
             self._experts[at] = new.experts if width else UNKNOWN
         self._used[rows] = used + counts
 
-    def _straight(self, rows: NDArray[np.int64], new: TokenRows, large: NDArray[np.bool_]) -> None:
-        """What no row can hold goes to its trajectory at once."""
-        ends = np.cumsum(new.counts)
-        for i in np.flatnonzero(large).tolist():
-            part = slice(int(ends[i] - new.counts[i]), int(ends[i]))
-            request = self._of[int(rows[i])]
-            assert request is not None
-            request.trajectory.buffer.sampled(*new.columns(part))
-
     # -- what a trajectory's buffer asks -----------------------------------------------------------
 
     def used(self, row: int) -> int:
-        """Tokens that are in the row."""
         return int(self._used[row])
 
     def settle(self, row: int) -> None:
-        """Moves the row's tokens into the columns of its trajectory's buffer."""
         used = int(self._used[row])
         request = self._of[row]
         if not used or request is None:
@@ -209,4 +197,4 @@ class Staging:
         part = slice(row * ROW_TOKENS, row * ROW_TOKENS + used)
         self._used[row] = 0
         columns = self._tokens[part], self._logprobs[part], self._versions[part]
-        request.trajectory.buffer.sampled(*columns, self._experts[part])
+        request.trajectory.sampled(*columns, self._experts[part])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
+import os
 import re
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.base.errors import ToolFailed
 from common.grading.answers import answer_of
@@ -14,6 +17,13 @@ from common.mesh.runtime.mesh import Mesh
 from common.model.chat.chat import ANYWHERE
 from services.rollout.rewards.scoring import Scorer
 
+if TYPE_CHECKING:
+    import aiohttp
+
+FIRST_RETRY_S = 1.0
+LONGEST_RETRY_S = 60.0
+AGAIN = {408, 409, 425, 429}  # statuses, beside 5xx, that pass
+ANSWER_BYTES = 1 << 20  # most that a server may answer
 SAID = 200  # characters of an answer that an error shows
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -43,9 +53,6 @@ def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> RewardJudge | None:
     if config.use == "model":
         anywhere = job.config.environment.special_tokens == ANYWHERE
         return ModelJudge(config, prompt, scorer, anywhere=anywhere)
-    # Its HTTP client is slow to import.
-    from services.rollout.rewards.judge_server import ServerJudge
-
     return ServerJudge(mesh, config, prompt)
 
 
@@ -73,7 +80,6 @@ def question(
 
 
 def _plain(value: Any) -> str:
-    """A value of a row as text; of messages, what each says."""
     if isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value):
         return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in value)
     return str(value)
@@ -111,3 +117,112 @@ class ModelJudge:
 
     async def close(self) -> None:
         return None
+
+
+class _Again(Exception):
+    """The server may answer later; after `pause_s` if it said so."""
+
+    def __init__(self, why: str, pause_s: float = 0.0) -> None:
+        super().__init__(why)
+        self.pause_s = pause_s
+
+
+class ServerJudge:
+    """A model behind `chat/completions`, asked again while it is away, overloaded or slow."""
+
+    def __init__(self, mesh: Mesh, config: JudgeConfig, prompt: str) -> None:
+        self._mesh, self._config, self._prompt = mesh, config, prompt
+        self._url = config.use.rstrip("/") + "/chat/completions"
+        self._room = asyncio.Semaphore(config.in_flight)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        """Waiting for room among the requests under way is not the server's time."""
+        asked = question(self._config.template, self._prompt, row, turns)
+        if asked is None:
+            return 0.0
+        clock = self._mesh.job_clock
+        until, pause_s = clock.monotonic() + self._config.patience_s, FIRST_RETRY_S
+        with self._mesh.wait("a verdict", on=self._config.use):
+            while True:
+                queued_at = clock.monotonic()
+                try:
+                    async with self._room:
+                        until += clock.monotonic() - queued_at
+                        said = await self._ask("".join(asked))
+                    return parsed(said, self._config.yes, self._config.no)
+                except _Again as error:
+                    wait_s = max(error.pause_s, pause_s * (0.5 + self._mesh.random.random()))
+                    if clock.monotonic() + wait_s >= until:
+                        raise JudgeFailed(
+                            f"no verdict in {self._config.patience_s:g} s; at last: {error}",
+                            where=self._config.use,
+                        ) from error
+                await clock.sleep(wait_s)
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+
+    async def _ask(self, asked: str) -> str:
+        import aiohttp  # only where a server judges: it is slow to import
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers())
+        body = {
+            "model": self._config.model,
+            "messages": [{"role": "user", "content": asked}],
+            "temperature": 0,
+            "max_tokens": self._config.max_tokens,
+        }
+        try:
+            async with (
+                asyncio.timeout(self._config.deadline_s),
+                self._session.post(self._url, json=body) as answer,
+            ):
+                content = await self._read(answer)
+                status, pause = answer.status, answer.headers.get("Retry-After", "")
+        except TimeoutError as error:
+            raise _Again(f"no answer in {self._config.deadline_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise _Again(f"{type(error).__name__}: {error}") from error
+        text = content.decode(errors="replace")
+        if status in AGAIN or status >= 500:
+            raise _Again(f"status {status}: {text[:SAID]}", float(pause) if pause.isdigit() else 0)
+        if status != 200:
+            raise JudgeFailed(f"status {status}: {text[:SAID]}", where=self._config.use)
+        try:
+            choice = json.loads(text)["choices"][0]
+            message = choice["message"]
+            said = message.get("content")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise JudgeFailed(f"the judge's answer is no completion: {text[:SAID]}") from error
+        if choice.get("finish_reason") == "length":
+            raise JudgeFailed(
+                "the judge's answer was cut", where=self._config.use, fix="raise its max_tokens"
+            )
+        if message.get("refusal") or not isinstance(said, str) or not said.strip():
+            why = message.get("refusal") or text
+            raise JudgeFailed(f"the judge refused: {str(why)[:SAID]}", where=self._config.use)
+        return said
+
+    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+        content = bytearray()
+        async for part in answer.content.iter_any():
+            content += part
+            if len(content) > ANSWER_BYTES:
+                raise JudgeFailed(f"an answer of over {ANSWER_BYTES} bytes", where=self._config.use)
+        return bytes(content)
+
+    def _headers(self) -> dict[str, str]:
+        name = self._config.key
+        if not name:
+            return {}
+        key = os.environ.get(name, "")
+        if not key:
+            raise JudgeFailed(
+                f"the environment of {self._mesh.name} has no variable {name}",
+                fix="set it where the mesh is started",
+            )
+        return {"Authorization": f"Bearer {key}"}
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -84,7 +83,6 @@ class Sandboxes:
         self._out: dict[str, int] = {}
 
     async def look(self) -> list[str]:
-        """Their names, as the registry has them."""
         now = self._mesh.clock.monotonic()
         if now - self._looked > LOOK_S:
             self._looked = now
@@ -181,7 +179,9 @@ class SandboxClient:
         kept = _ToolSession()
         if name in self._with_session and session:
             kept = self._sessions.setdefault(session, _ToolSession(session))
-        call = _Call(name, argument, kept, self._begun(earlier), name in self._once)
+        values = [value for tool, _, value in earlier if tool in self._with_session]
+        begun = bool(values) and values[-1].get("status") in KEPT
+        call = _Call(name, argument, kept, begun, name in self._once)
         calls = self._slow if name in self._jailed else self._tools
         outcome = await self._decided(calls, call, f"tool {name}", config.tool_deadline_s)
         if outcome.value is not None and name in self._jailed:
@@ -189,11 +189,6 @@ class SandboxClient:
         if outcome.status == CRASHED and call.once:
             return {"status": CRASHED, "output": f"[crashed: {outcome.error}]"}
         return _value(outcome, f"tool {name}")
-
-    def _begun(self, earlier: Sequence[Answered]) -> bool:
-        """Whether the last call of a session left one behind."""
-        values = [value for name, _, value in earlier if name in self._with_session]
-        return bool(values) and values[-1].get("status") in KEPT
 
     async def reward(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """The job's reward; ToolFailed when the function raises, hangs or returns garbage."""
@@ -252,48 +247,29 @@ class SandboxClient:
         config = self._job.config.environment
         jailed = batch[0].name in self._jailed
         deadline_s = self._job.config.sandbox.wall_s if jailed else config.tool_deadline_s
+        job = self._job.id
         calls = [
-            ToolCall(
-                i,
-                self._job.id,
-                c.name,
-                c.argument,
-                deadline_s,
-                c.session.name,
-                c.begun,
-                c.once,
-            )
+            ToolCall(i, job, c.name, c.argument, deadline_s, c.session.name, c.begun, c.once)
             for i, c in enumerate(batch)
         ]
         patience_s = SLOWEST * deadline_s + QUEUE_S if jailed else BATCH * deadline_s + 5.0
         if any(c.once for c in batch):
-            return await self._once_only(batch, calls, patience_s)
+            outcomes: list[CallOutcome | Exception] = []
+            for asked, call in zip(batch, calls, strict=True):
+                asked.session.calls += 1
+                try:
+                    outcomes.append(await self._one(asked, call, patience_s))
+                finally:
+                    asked.session.calls -= 1
+                    if asked.session.over:
+                        self._end(asked.session)
+            return outcomes
         return await self._patiently(Sandbox.run, RunTools(calls), len(calls), patience_s)
 
-    async def _once_only(
-        self, batch: list[_Call], calls: list[ToolCall], patience_s: float
-    ) -> list[CallOutcome | Exception]:
-        """Calls that are not asked twice: those whose sandbox is lost come back as crashed."""
-        outcomes: list[CallOutcome | Exception] = []
-        for asked, call in zip(batch, calls, strict=True):
-            with self._in_use(asked.session):
-                outcomes.append(await self._one(asked, call, patience_s))
-        return outcomes
-
-    @contextmanager
-    def _in_use(self, session: _ToolSession) -> Iterator[None]:
-        """While a call of the session is under way."""
-        session.calls += 1
-        try:
-            yield
-        finally:
-            session.calls -= 1
-            if session.over:
-                self._end(session)
-
     async def _one(self, asked: _Call, call: ToolCall, patience_s: float) -> CallOutcome:
+        """A call that is not asked twice: if its sandbox is lost, it comes back as crashed."""
         session = asked.session
-        name = session.home or await self._chosen("", session.name)
+        name = session.home or await self._chosen(session=session.name)
         session.home = name
         for _ in range(ATTEMPTS):
             self._sandboxes.sent(name, 1)
@@ -358,7 +334,7 @@ class SandboxClient:
                 self._sandboxes.sent(name, -calls)
             await clock.sleep(RETRY_S)
 
-    async def _chosen(self, avoid: str, session: str = "") -> str:
+    async def _chosen(self, avoid: str = "", session: str = "") -> str:
         try:
             if session:
                 return await self._sandboxes.home(session)
@@ -370,9 +346,8 @@ class SandboxClient:
 
     async def _load_on(self, name: str) -> None:
         """Damaged, if the modules are not what was packed: a sandbox imports them again."""
-        request = load_request(self._job)
         try:
-            await self._mesh.ref(name).call(Sandbox.load, request)
+            await self._mesh.ref(name).call(Sandbox.load, load_request(self._job))
         except MeshError as error:
             if not error.retryable:
                 raise

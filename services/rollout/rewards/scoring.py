@@ -43,9 +43,11 @@ class Scorer:
         self.roles = [role for role in ROLES if role in job.config.models.declared]
         self._judge = job.config.reward.judge
         self._sequences: Batcher[NDArray[np.int32], ScoresByRole] = Batcher(
-            self._score, limit=BATCH, in_flight=2
+            lambda batch: _each(self._scored, batch), limit=BATCH, in_flight=2
         )
-        self._texts: Batcher[list[str], float] = Batcher(self._verdicts, limit=BATCH, in_flight=2)
+        self._texts: Batcher[list[str], float] = Batcher(
+            lambda batch: _each(self._judged, batch), limit=BATCH, in_flight=2
+        )
 
     async def score(self, tokens: NDArray[np.int32]) -> ScoresByRole:
         """The scores of each role that the job has, float32 [n]; ScoringFailed when they cannot be
@@ -58,12 +60,6 @@ class Scorer:
         ScoringFailed without any.
         """
         return await self._texts.put(text)
-
-    async def _score(self, batch: list[NDArray[np.int32]]) -> list[ScoresByRole | Exception]:
-        return await _each(self._scored, batch)
-
-    async def _verdicts(self, batch: list[list[str]]) -> list[float | Exception]:
-        return await _each(self._judged, batch)
 
     async def _scored(self, batch: list[NDArray[np.int32]]) -> list[ScoresByRole | Exception]:
         lengths = np.array([len(tokens) for tokens in batch], np.int32)

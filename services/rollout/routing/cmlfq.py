@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from services.rollout.routing.degree_buckets import MeasuredEngine, buckets_of
 from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
 from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
-from services.rollout.trajectories.buffers import NOT_SAMPLED
-from services.rollout.trajectories.trajectory import Trajectory
+from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 
 
 @dataclass(slots=True)
@@ -93,35 +92,29 @@ class Scheduler:
 
     def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
         """The decision for a trajectory in bucket `current` after these tool returns."""
-        return decide(self.lengths.estimate(self._prompt(t), path), current, self.buckets)
+        prompt = t.prompt % self._prompts if t.recorded else None
+        return decide(self.lengths.estimate(prompt, path), current, self.buckets)
 
     def ended(self, t: Trajectory, course: Course) -> Past | None:
         """Takes in a trajectory that is over; returns what is to be remembered of it, if it counts.
         One that failed says nothing of lengths, nor does evaluation, which samples otherwise.
         """
-        if not self._learns or not t.recorded or t.ending is None or t.ending.error:
+        learns = self._follows or len(self.buckets) > 1
+        if not learns or not t.recorded or t.ending is None or t.ending.error:
             return None
         sampled = int((t.versions != NOT_SAMPLED).sum())
         past = Past(t.prompt % self._prompts, tuple(returns_of(t, course.returns)), sampled)
         self.lengths.learn(past)
         return past
 
-    @property
-    def _learns(self) -> bool:
-        return self._follows or len(self.buckets) > 1
-
-    def _prompt(self, t: Trajectory) -> int | None:
-        return t.prompt % self._prompts if t.recorded else None
-
 
 def returns_of(
     t: Trajectory, known: Sequence[tuple[ToolReturn, int]] = ()
 ) -> list[tuple[ToolReturn, int]]:
     """A trajectory's tool returns, each with the tokens that it had sampled by then."""
-    turns = [*t.past_turns, *([t.open_turn] if t.open_turn else [])]
     found: list[tuple[ToolReturn, int]] = []
     sampled = 0
-    for r in turns:
+    for r in t.every_turn:
         sampled += r.tokens
         for tool, _, value in r.calls():
             new = len(found) >= len(known)

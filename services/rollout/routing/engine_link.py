@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from common.api.engine import (
     Finish,
     Sampling,
     Submit,
-    Tokens,
 )
 from common.api.stats import EngineStats
 from common.base.errors import MeshError, Refused
@@ -27,6 +26,7 @@ from common.mesh.runtime.calls.batcher import Batcher
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.ref import Ref
 from common.state.registry import Entry
+from services.rollout.record.group_commit import GroupCommit
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing import balance
 from services.rollout.routing.cache_moves import MoveCosts
@@ -51,17 +51,7 @@ class SeenEngine:
 
     @classmethod
     def of(cls, entry: Entry) -> SeenEngine:
-        """An engine by its entry."""
         return cls(entry.host, EngineStats.of(entry.stats))
-
-
-class TokenSink(Protocol):
-    """Numbers requests, and writes their tokens down before they count; see `GroupCommit`."""
-
-    def open(self, trajectory: Trajectory) -> OpenRequest: ...
-    def forget(self, request: OpenRequest) -> bool: ...
-    def abort(self, engine: str, requests: Iterable[int]) -> None: ...
-    async def put(self, engine: str, flush: Tokens) -> None: ...
 
 
 class EngineLink:
@@ -72,7 +62,7 @@ class EngineLink:
         mesh: Mesh,
         name: str,
         seats: int,
-        sink: TokenSink,
+        sink: GroupCommit,
         sampling: Sampling,
         on_version: Callable[[], None],
     ) -> None:
@@ -125,7 +115,6 @@ class EngineLink:
 
     @property
     def whole(self) -> balance.TotalLoad:
-        """The engine with what all shards have there."""
         total = len(self.out) + sum(self._others.values())
         executing = min(total, self.batch)
         return balance.TotalLoad(
@@ -142,7 +131,6 @@ class EngineLink:
         return parts[self._mesh.name] + (self._mesh.name in sorted(have)[:rest])
 
     def published(self, seen: SeenEngine) -> None:
-        """Takes what the engine tells of itself in the registry."""
         stats = seen.stats
         self._others = {s: n for s, n in stats.requests.items() if s != self._mesh.name}
         # Room in the engine's own slots is its queue's affair; a smaller batch is the shards'.
@@ -160,12 +148,10 @@ class EngineLink:
         self.ended.discard(stay.trajectory.id)  # left by an earlier stay here
 
     def free(self, stay: Stay) -> None:
-        """A stay has nothing here any more."""
         self.held.discard(stay)
         self.out.pop(stay, None)
 
     def failed(self) -> None:
-        """It did not finish a turn: it takes none for a while."""
         self._rests_until = self._mesh.clock.monotonic() + REST_S
 
     async def run(self) -> None:
@@ -175,11 +161,18 @@ class EngineLink:
         try:
             attach = Attach(self._mesh.name, self._mesh.incarnation)
             async for flush in self._ref.stream(Engine.attach, attach):
-                await self._arrived(flush)
+                self._silence.close()
+                self._heard = self._mesh.clock.monotonic()
+                weights = flush.lineage, flush.version  # a new lineage may begin at an earlier one
+                if weights > self._weights or flush.version < 0:  # it holds nobody knows what
+                    self._weights = weights
+                    self._on_version()
+                if len(flush.ids):
+                    await self._sink.put(self.name, flush)
         finally:
             self._weights = 0, NO_VERSION
             self._silence.close()
-            ids = [request.id for request in self._requests()]
+            ids = [stay.request.id for stay in self.out if stay.request is not None]
             self._sink.abort(self.name, ids)  # after what the engine had flushed
             for stay in self.held:
                 stay.lost()
@@ -196,11 +189,7 @@ class EngineLink:
 
     @property
     def _busy(self) -> bool:
-        """Whether a request is out."""
         return any(stay.request is not None for stay in self.out)
-
-    def _requests(self) -> list[OpenRequest]:
-        return [stay.request for stay in self.out if stay.request is not None]
 
     async def generate(self, stay: Stay, max_new: int) -> Finish:
         """Submits a turn; returns how it ended once every token of it is written down."""
@@ -230,7 +219,6 @@ class EngineLink:
                 return await request.done
 
     def costs(self, source: EngineLink) -> MoveCosts:
-        """What it takes to move a cache here from `source`."""
         return self._costs[self.host != source.host]
 
     async def fetch(self, t: Trajectory, source: EngineLink) -> None:
@@ -299,13 +287,3 @@ class EngineLink:
             self.ended |= ended  # it may not have heard
             raise
         return answers
-
-    async def _arrived(self, flush: Tokens) -> None:
-        self._silence.close()
-        self._heard = self._mesh.clock.monotonic()
-        weights = flush.lineage, flush.version  # a new lineage may begin at an earlier version
-        if weights > self._weights or flush.version < 0:  # it holds nobody knows what
-            self._weights = weights
-            self._on_version()
-        if len(flush.ids):
-            await self._sink.put(self.name, flush)

@@ -28,9 +28,9 @@ class LengthHistory:
         self, host: Host, directory: Path, limit: int = HISTORY, root: Path | None = None
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._host, self._path, self._limit = host, directory / NAME, limit
-        found, self.damage = _read(self._path)  # what is wrong with what was there; empty: nothing
-        self.aside = set_aside(self._path, root or directory) if self.damage else None
+        self._host, self.path, self._limit = host, directory / NAME, limit
+        found, self.damage = _read(self.path)  # what is wrong with what was there; empty: nothing
+        self.aside = set_aside(self.path, root or directory) if self.damage else None
         self._latest = deque(found, maxlen=limit)
         self._file: AppendFile | None = None
         self._lines = 0
@@ -38,13 +38,7 @@ class LengthHistory:
 
     @property
     def latest(self) -> list[Past]:
-        """Oldest first."""
         return list(self._latest)
-
-    @property
-    def path(self) -> Path:
-        """Where they lie."""
-        return self._path
 
     def append(self, past: Past) -> None:
         self._latest.append(past)
@@ -59,10 +53,10 @@ class LengthHistory:
     def _rewrite(self) -> None:
         """Leaves what is too old behind; on a full disk the file stays as it is."""
         with suppress(OSError, StorageFull):
-            self._host.replace_file(self._path, b"".join(map(_line, self._latest)))
+            self._host.replace_file(self.path, b"".join(map(_line, self._latest)))
             self._lines = len(self._latest)
         with suppress(StorageFull):
-            opened = self._host.open_append(self._path)
+            opened = self._host.open_append(self.path)
             self.close()
             self._file = opened
 

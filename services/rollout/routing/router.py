@@ -18,10 +18,11 @@ from common.api.stats import RoutingStats
 from common.base.errors import MeshError
 from common.base.occupancy import Occupancy
 from common.mesh.runtime.mesh import Mesh
+from services.rollout.record.group_commit import GroupCommit
 from services.rollout.routing import balance
 from services.rollout.routing.cmlfq import Scheduler
 from services.rollout.routing.degree_buckets import MeasuredEngine
-from services.rollout.routing.engine_link import NO_VERSION, EngineLink, SeenEngine, TokenSink
+from services.rollout.routing.engine_link import NO_VERSION, EngineLink, SeenEngine
 from services.rollout.routing.lengths import LengthTrees
 from services.rollout.routing.queues import (
     EngineLoad,
@@ -49,7 +50,7 @@ class Router:
     def __init__(
         self,
         mesh: Mesh,
-        sink: TokenSink,
+        sink: GroupCommit,
         sampling: Sampling,
         seats: int,
         scheduler: Scheduler | None = None,
@@ -86,8 +87,6 @@ class Router:
     def waiting(self) -> int:
         return len(self._queue)
 
-    # -- engines ---------------------------------------------------------------------------------
-
     def observe(self, alive: Mapping[str, SeenEngine]) -> None:
         """Takes the engines that are alive and ready now, with what they publish; an engine tells
         its version itself.
@@ -102,7 +101,11 @@ class Router:
             for name, seen in alive.items()
         }
         if self.scheduler.follow(measured):
-            self._rebucket()
+            for stay in self.stays.values():
+                self.scheduler.restored(stay.trajectory, stay.course)
+            for stay in self._queue:
+                stay.order = (*self._turn(stay), stay.order[-1])
+            self._queue.sort(key=lambda stay: stay.order)
         buckets = self.scheduler.buckets
         for name, bucket in assign(degrees, buckets).items():
             link = self.links[name]
@@ -115,14 +118,6 @@ class Router:
         if now - self._balanced_at >= BALANCE_S:
             self._balanced_at = now
             self._balance()
-
-    def _rebucket(self) -> None:
-        """Each stay has the bucket that its tool returns are for, and those that wait its turn."""
-        for stay in self.stays.values():
-            self.scheduler.restored(stay.trajectory, stay.course)
-        for stay in self._queue:
-            stay.order = (*self._turn(stay), stay.order[-1])
-        self._queue.sort(key=lambda stay: stay.order)
 
     def _connect(self, name: str) -> None:
         link = EngineLink(self._mesh, name, self._seats, self._sink, self._sampling, self.dispatch)
@@ -142,7 +137,6 @@ class Router:
             self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}", error)
 
     def enter(self, lineage: int) -> None:
-        """The job is in another lineage: engines that serve an earlier one get no more turns."""
         self._lineage = lineage
         for link in self.links.values():
             link.lineage = lineage
@@ -206,7 +200,6 @@ class Router:
         return self.links.get(link.name) is link and link.load.version >= 0
 
     def sent_to(self, name: str, version: int) -> EngineLink | None:
-        """The engine that the balancer meant, if it still has room."""
         link = self.links.get(name)
         fits = link is not None and link.load.room and link.load.version >= version
         return link if fits else None
@@ -234,8 +227,6 @@ class Router:
         there = {link.bucket for link in self.links.values() if link.version >= version}
         return served(stay.course.bucket, there)
 
-    # -- what changes engine ---------------------------------------------------------------------
-
     def returned(self, stay: Stay) -> None:
         """A tool has answered the trajectory: it may belong to another bucket now."""
         decision = self.scheduler.returned(stay.trajectory, stay.course)
@@ -262,7 +253,6 @@ class Router:
 
     @property
     def stats(self) -> RoutingStats:
-        """What the live view shows of routing."""
         return RoutingStats(
             continued=self.continued,
             moved=self.moved,

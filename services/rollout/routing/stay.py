@@ -9,25 +9,25 @@ cache. The request is given back by the engine's link, which made it.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from common.api.engine import Finish
 from common.base.errors import MeshError, ToolFailed
-from common.base.job_clock import JobClock
-from common.base.occupancy import Occupancy
 from services.rollout.record.staging import OpenRequest
 from services.rollout.routing.cmlfq import Course
 from services.rollout.routing.engine_link import EngineLink
 from services.rollout.trajectories.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from services.rollout.routing.router import Router
+
 ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
 PATIENCE_S = 120.0  # longest time that engines may refuse it: they drain and move all the time
 AWAY_S = 2.0  # who waits longer finds no engine: that is no refusal, an engine rests for less
-TURN, AT_ENGINE = "turn", "engine"  # places of `Engines.spent`
+TURN, AT_ENGINE = "turn", "engine"  # places of `Router.spent`
 
 
 class Whereabouts(Enum):
@@ -40,52 +40,10 @@ class Whereabouts(Enum):
     SEATED = "seated"  # between two turns: the engine keeps its keys and values
 
 
-class Engines(Protocol):
-    """What a stay asks of the shard's engines as a whole; see `Router`."""
-
-    clock: JobClock
-    stop: frozenset[int]  # tokens that end a turn
-    caches: Counter[str]  # what became of those that were left behind: move, recompute
-    continued: int  # trajectories that went on elsewhere after their engine failed
-    moved: int  # moves made because another engine was better
-    spent: Occupancy  # time of trajectories that count: in a turn, and of that at an engine
-
-    async def place(self, stay: Stay) -> None:
-        """Finds an engine, and has the stay take its place there."""
-
-    def dispatch(self) -> None:
-        """Gives room that has opened to those who wait."""
-
-    def joined(self, stay: Stay) -> None: ...
-    def parted(self, stay: Stay) -> None: ...
-    def enqueue(self, stay: Stay) -> None: ...
-    def unqueue(self, stay: Stay) -> None: ...
-    def serves(self, link: EngineLink) -> bool: ...
-    def sent_to(self, name: str, version: int) -> EngineLink | None: ...
-
-
 class Stay:
     """One trajectory at the engines of a shard."""
 
-    __slots__ = (
-        "_attempts",
-        "_engines",
-        "_failing_since",
-        "_moves",
-        "course",
-        "home",
-        "link",
-        "order",
-        "placed",
-        "request",
-        "since",
-        "source",
-        "target",
-        "trajectory",
-        "whereabouts",
-    )
-
-    def __init__(self, engines: Engines, trajectory: Trajectory) -> None:
+    def __init__(self, engines: Router, trajectory: Trajectory) -> None:
         self._engines = engines
         self.trajectory = trajectory
         self.whereabouts = Whereabouts.AWAY
@@ -120,8 +78,6 @@ class Stay:
         finally:
             self._engines.parted(self)
 
-    # -- states ----------------------------------------------------------------------------------
-
     def queued(self, order: tuple[int, ...]) -> asyncio.Future[None]:
         """Stands in the queue from now on; the future is done when it has a place."""
         self.placed = asyncio.get_running_loop().create_future()
@@ -151,7 +107,6 @@ class Stay:
         self._engines.dispatch()
 
     def lost(self) -> None:
-        """The engine with its seat has gone. If it comes back, it may still have the cache."""
         if self.whereabouts in (Whereabouts.SEATED, Whereabouts.QUEUED):
             self.link = None
         if self.whereabouts is Whereabouts.SEATED:
@@ -176,8 +131,6 @@ class Stay:
         if source is not None:
             source.ended.add(self.trajectory.id)
 
-    # -- turns -----------------------------------------------------------------------------------
-
     async def generate(self, limit: int) -> Finish:
         """Runs a turn to its end, at `limit` tokens of the trajectory at most, on whatever engines
         have its version or a later one; STOP or LENGTH.
@@ -194,7 +147,11 @@ class Stay:
             while (finish := self._ended(limit)) is None:
                 self.trajectory.watch.enter("queue")
                 if self.whereabouts is not Whereabouts.COMING:
-                    await self._place()
+                    began = self._engines.clock.monotonic()
+                    await self._engines.place(self)
+                    waited_s = self._engines.clock.monotonic() - began
+                    if self._failing_since and waited_s > AWAY_S:
+                        self._failing_since += waited_s
                 length = self.trajectory.length
                 with self._counted(AT_ENGINE):
                     await self._bring()
@@ -220,13 +177,6 @@ class Stay:
         if len(t.turn) and int(t.tokens[-1]) in self._engines.stop:
             return Finish.STOP  # in the ledger: the engine went with its last token delivered
         return Finish.LENGTH if t.length >= limit else None
-
-    async def _place(self) -> None:
-        began = self._engines.clock.monotonic()
-        await self._engines.place(self)
-        waited_s = self._engines.clock.monotonic() - began
-        if self._failing_since and waited_s > AWAY_S:
-            self._failing_since += waited_s
 
     async def _bring(self) -> None:
         """Has its keys and values come after it while its request is computed, where that helps."""
@@ -255,7 +205,6 @@ class Stay:
                 source.ended.add(self.trajectory.id)
 
     async def _attempt(self, max_new: int) -> Finish:
-        """How a request at the engine ends."""
         assert self.link is not None
         if not self._engines.serves(self.link):
             return Finish.REFUSED  # it went while a cache was on its way there

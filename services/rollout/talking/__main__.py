@@ -8,9 +8,8 @@ from typing import Any
 
 from common.base.errors import MeshError, NotFound, ToolFailed
 from common.mesh.process.host import SystemHost
-from services.rollout.talking.console import ChatConsole
+from services.rollout.talking.console import ChatConsole, job_of, parser_of, run, seed_of
 from services.rollout.talking.partner import Partner
-from services.rollout.talking.program import job_of, parser_of, run, seed_of
 
 
 async def main(a: argparse.Namespace) -> None:
@@ -51,7 +50,6 @@ async def _play(
 async def _converse(
     partner: Partner, console: ChatConsole, a: argparse.Namespace, seed: int
 ) -> None:
-    """One conversation, until the person has nothing more to say."""
     first = await console.hear("you:         ")
     if first is None:
         return
@@ -72,7 +70,6 @@ async def _rows(
     held_out: list[dict[str, Any]],
     seed: int,
 ) -> None:
-    """One trajectory after the other, of rows by their number or of prompts."""
     config, key = partner.job.config, 0
     while (said := await console.hear("row number, or a prompt: ")) is not None:
         key += 1
@@ -87,7 +84,6 @@ async def _rows(
 def row_of(
     config: Any, rows: list[dict[str, Any]], number: int | None, prompt: str | None
 ) -> dict[str, Any]:
-    """A row by its number, from 0; with another prompt if one is given, or with that alone."""
     row: dict[str, Any] = {}
     if number is not None:
         if not 0 <= number < len(rows):

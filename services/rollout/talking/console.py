@@ -1,15 +1,25 @@
-"""Trajectories as lines of a terminal, and what the person at it types."""
+"""Parts of this folder's programs: their arguments, the job of a run, trajectories as lines of a
+terminal, and how a program ends.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import sys
+from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
-from common.base.host.terminal import behind, visible
+from common.base.errors import ConfigError, MeshError
+from common.base.host.terminal import behind, guarded_output, print_traceback, visible
+from common.base.random import Random
+from common.job.bundle.job_data import JobData
 from common.mesh.process.host import SystemHost
 from services.rollout.talking.partner import Played
 
+INTERRUPTED = 130
 THINKING_S = 7 * 86_400.0  # that a person may take for what they say
 COLORS = {"prompt": "2", "environment": "2", "tool": "36", "model": "1"}  # of the terminal
 
@@ -30,10 +40,10 @@ class ChatConsole:
         if turn.get("truncated"):
             text += " [cut: no room for more]"
         label, out = f"{role + ':':<13}", behind(sys.stdout)
-        print(f"{label}{self._painted(role, visible(text))}", file=out, flush=True)
-
-    def _painted(self, role: str, text: str) -> str:
-        return f"\033[{COLORS.get(role, '0')}m{text}\033[0m" if self._colored else text
+        text = visible(text)
+        if self._colored:
+            text = f"\033[{COLORS.get(role, '0')}m{text}\033[0m"
+        print(f"{label}{text}", file=out, flush=True)
 
     async def hear(self, ask: str) -> str | None:
         """A line; None at the end of the input."""
@@ -44,9 +54,47 @@ class ChatConsole:
         return line.strip() or await self.hear(ask)
 
     def tell(self, played: Played, as_json: bool) -> None:
-        """How a trajectory ended."""
         if as_json:
             told = {"prompt": played.prompt, "turns": played.turns, "reason": played.reason}
             print(json.dumps(told | {"score": played.score}, ensure_ascii=False), flush=True)
         elif played.score is not None:
             print(f"{'reward:':<13}{played.score:g}", flush=True)
+
+
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=about)
+    found.add_argument("--run", type=Path, required=True, help="the run, whose job it is")
+    found.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    found.add_argument("--scratch", type=Path, required=True, help="for logs")
+    found.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    found.add_argument("--seed", type=int)
+    found.add_argument("--json", action="store_true", help="a trajectory a line")
+    return found
+
+
+def job_of(run: Path, done: str) -> JobData:
+    """The job of a run. ConfigError where its environment is one that nothing can be `done`."""
+    document = json.loads((run / "job.json").read_text(encoding="utf-8"))
+    job = JobData.of(document["job"], document["document"], str(run))
+    if job.config.environment.verifiers:
+        raise ConfigError(
+            f"a verifiers environment cannot be {done}", fix="`meshrl eval` evaluates it"
+        )
+    return job
+
+
+def seed_of(a: argparse.Namespace) -> int:
+    """The seed of the first trajectory: a random one if none was given."""
+    return a.seed if a.seed is not None else int(Random.system().token(7), 16)
+
+
+def run(main: Coroutine[Any, Any, int | None]) -> None:
+    """Runs a program; its exit status is what it returns, or tells how it ended."""
+    sys.excepthook = print_traceback
+    try:
+        with guarded_output():
+            sys.exit(asyncio.run(main))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except MeshError as error:
+        sys.exit(visible(f"error: {error}"))

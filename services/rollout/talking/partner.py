@@ -34,9 +34,8 @@ from common.job.bundle.job_data import JobData
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Host
 from common.mesh.process.starting import Spawning
-from common.model.files.hf import load_model
-from common.model.tokens.tokenizer import Tokenizer
-from common.model.tokens.vocabulary import with_tokenizer
+from common.model.files.rows import load_model
+from common.model.tokens.tokenizer import Tokenizer, with_tokenizer
 from services.rollout.environments.pool import command
 from services.rollout.environments.process import START_S, answer_of, dismissed, message_of
 from services.rollout.rewards.sandboxes import KEPT, load_request
@@ -108,8 +107,6 @@ class Partner:
         self._sandbox: Child | None = None
         self._fresh = True
 
-    # -- a trajectory ----------------------------------------------------------------------------
-
     async def play(
         self,
         key: int,
@@ -168,17 +165,14 @@ class Partner:
             self._engine.step()
             flush = self._engine.drain()
             if flush is not None:
-                t.buffer.sampled(flush.tokens, flush.logprobs, flush.versions)
+                t.sampled(flush.tokens, flush.logprobs, flush.versions)
                 finish = Finish(int(flush.finish[-1]))
         return finish
 
-    # -- the environment and the sandbox ---------------------------------------------------------
-
     async def ask(self, key: int, operation: str, argument: Any) -> Any:
-        """What the environment process answers to one operation."""
         deadline_s = self.job.config.environment.step_deadline_s
+        log = self.scratch / "environment.log"
         if self._environment is None:
-            log = self.scratch / "environment.log"
             argv = command(self.job)
             self._environment = self.host.spawn(
                 argv, name="environment", log=log, how=Spawning(pipe=True, guarded=True)
@@ -191,8 +185,10 @@ class Partner:
             await self._environment.send(msgpack.Packer().pack_array_header(1) + message)
             told = msgpack.unpackb(await self._environment.recv(deadline_s), raw=False)
         except (OSError, EOFError, MeshError) as error:
+            lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
+            said = lines[-1] if lines else ""
             raise ToolFailed(
-                f"the environment did not answer {operation}(): {self._last_words() or error}",
+                f"the environment did not answer {operation}(): {said or error}",
                 fix="See the job's module",
             ) from error
         [[_, status, value]] = told
@@ -201,13 +197,7 @@ class Partner:
             raise answer
         return answer
 
-    def _last_words(self) -> str:
-        log = self.scratch / "environment.log"
-        lines = log.read_text(errors="replace").strip().splitlines() if log.is_file() else []
-        return lines[-1] if lines else ""
-
     async def tool(self, name: str, argument: Any, session: str, begun: bool) -> Any:
-        """A tool's value; ToolFailed when it raises, hangs or is not there."""
         config = self.job.config
         if name not in config.environment.tools:
             known = ", ".join(sorted(config.environment.tools)) or "none"
@@ -251,7 +241,6 @@ class Partner:
         return body
 
     async def close(self) -> None:
-        """Ends what was started."""
         for child in (self._environment, self._sandbox):
             if child is not None:
                 await dismissed(child)
@@ -290,7 +279,10 @@ class PartnerTurns(TurnPlayer):
         t, hear = self.t, self._told.hear
         if name == PERSON:
             return await hear() if hear is not None else None
-        begun = any(n == name and _kept(value) for n, _, value in t.called())
+        begun = any(
+            n == name and (isinstance(value, dict) and value.get("status") in KEPT)
+            for n, _, value in t.called()
+        )
         answer = await self._partner.tool(name, argument, str(t.id), begun)
         assert t.open_turn is not None
         t.open_turn.called(name, argument, answer)
@@ -308,10 +300,4 @@ class PartnerTurns(TurnPlayer):
 
 
 def _sampled(t: Trajectory) -> int:
-    """Tokens that the model has sampled."""
     return t.length - t.prompt_length - sum(turn.appended for turn in t.every_turn)
-
-
-def _kept(value: Any) -> bool:
-    """Whether a call that gave this value has left a session behind."""
-    return isinstance(value, dict) and value.get("status") in KEPT

@@ -16,9 +16,8 @@ from typing import Any
 from common.base.errors import ToolFailed
 from common.job.bundle.job_data import JobData
 from common.mesh.process.host import SystemHost
-from services.rollout.talking.console import ChatConsole
+from services.rollout.talking.console import ChatConsole, job_of, parser_of, run, seed_of
 from services.rollout.talking.partner import Partner, Played
-from services.rollout.talking.program import job_of, parser_of, run, seed_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class SampledPrompt:
 
 @dataclass
 class Sampled:
-    """What came of one trajectory."""
-
     played: Played | None = None  # None: it failed on its way
     error: str = ""  # why it, or its reward, failed
     note: str = ""  # why there is no reward, where that is no error
@@ -106,7 +103,6 @@ def document(asked: SampledPrompt, found: Sampled, temperature: float, seed: int
 
 
 def told(found: Sampled) -> Iterable[str]:
-    """What stands below a transcript."""
     played = found.played
     if played is not None:
         reward = f"{played.score:g}" if played.score is not None else found.note

@@ -41,8 +41,6 @@ class TrajectoryFailed(ToolFailed):
 
 @dataclass(slots=True)
 class _FailureKind:
-    """What is to be told of a kind and place."""
-
     text: str
     fix: str = ""
     count: int = 0

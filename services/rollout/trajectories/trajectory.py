@@ -2,16 +2,134 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
+from common.base.experts import NO_EXPERTS, UNKNOWN
 from common.mesh.telemetry.stopwatch import UNTIMED, Untimed
 from common.records.ledger import Kind, Record, group_of, trajectory_id
-from common.records.token_record import TokenRows, some
-from services.rollout.trajectories.buffers import ExpertIds, Floats, Ints, TokenBuffer
+from common.records.token_record import some
+
+NOT_SAMPLED = -1  # weight version of a token that the model did not sample
+FIRST_TOKENS = 64  # room that a buffer begins with
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+ExpertIds = NDArray[np.int16]
+
+
+class StagedRow(Protocol):
+    """Where the newest tokens lie while a request is out; see `staging.py`."""
+
+    @property
+    def staged(self) -> int:
+        """Tokens that are there."""
+
+    def settle(self) -> None:
+        """Moves them into the buffer's own columns."""
+
+
+class TokenBuffer:
+    """Ids, log-probabilities, weight versions and experts, one entry of each a token, in columns
+    that grow. Staging holds the newest ones for a while.
+    """
+
+    __slots__ = ("_experts", "_length", "_logprobs", "_row", "_tokens", "_versions")
+
+    def __init__(self) -> None:
+        self._row: StagedRow | None = None  # while a request is out
+        self._length = 0  # tokens in the columns
+        self._tokens = np.zeros(FIRST_TOKENS, np.int32)
+        self._logprobs = np.zeros(FIRST_TOKENS, np.float32)
+        self._versions = np.full(FIRST_TOKENS, NOT_SAMPLED, np.int32)
+        self._experts = NO_EXPERTS  # beside the others, once there are some
+
+    @property
+    def length(self) -> int:
+        """Tokens that count, the staged ones too."""
+        if self._row is None:
+            return self._length
+        return self._length + self._row.staged
+
+    @property
+    def tokens(self) -> Ints:
+        """int32 [length]."""
+        self._settle()
+        return self._tokens[: self._length]
+
+    @property
+    def logprobs(self) -> Floats:
+        """float32 [length]; 0 where nothing was sampled."""
+        self._settle()
+        return self._logprobs[: self._length]
+
+    @property
+    def versions(self) -> Ints:
+        """int32 [length], of the weights that sampled each token; NOT_SAMPLED elsewhere."""
+        self._settle()
+        return self._versions[: self._length]
+
+    @property
+    def experts(self) -> ExpertIds:
+        """int16 [length, layers x k] as `common.base.experts` has them; NO_EXPERTS if none
+        came."""
+        self._settle()
+        return self._experts[: self._length]
+
+    def stage(self, row: StagedRow | None) -> None:
+        """Where the newest tokens lie from now on; None: nowhere but here."""
+        self._settle()
+        self._row = row
+
+    def sampled(
+        self, tokens: Ints, logprobs: Floats, versions: Ints, experts: ExpertIds = NO_EXPERTS
+    ) -> None:
+        """Takes tokens of the model, [n] each, experts [n, layers x k] or NO_EXPERTS."""
+        where = self._room(len(tokens))
+        self._tokens[where] = tokens
+        self._logprobs[where] = logprobs
+        self._versions[where] = versions
+        self._routed(where, experts)
+
+    def appended(self, ids: list[int]) -> None:
+        where = self._room(len(ids))
+        self._tokens[where] = ids
+        self._logprobs[where] = 0.0
+        self._versions[where] = NOT_SAMPLED
+        self._routed(where, NO_EXPERTS)
+
+    def clear(self) -> None:
+        self._settle()
+        self._length = 0
+
+    def _settle(self) -> None:
+        if self._row is not None:
+            self._row.settle()
+
+    def _room(self, n: int) -> slice:
+        end = self._length + n
+        if end > len(self._tokens):
+            n = max(end, 2 * len(self._tokens)) - len(self._tokens)  # that it grows by
+            self._tokens = np.concatenate([self._tokens, np.zeros(n, np.int32)])
+            self._logprobs = np.concatenate([self._logprobs, np.zeros(n, np.float32)])
+            self._versions = np.concatenate([self._versions, np.full(n, NOT_SAMPLED, np.int32)])
+            if width := self._experts.shape[1]:
+                unknown = np.full((n, width), UNKNOWN, np.int16)
+                self._experts = np.concatenate([self._experts, unknown])
+        where = slice(self._length, end)
+        self._length = end
+        return where
+
+    def _routed(self, where: slice, experts: ExpertIds) -> None:
+        """Notes the experts of tokens that there is room for; NO_EXPERTS: unknown."""
+        width = experts.shape[1]
+        if width and not self._experts.shape[1]:
+            self._experts = np.full((len(self._tokens), width), UNKNOWN, np.int16)
+        if self._experts.shape[1]:
+            self._experts[where] = experts if width else UNKNOWN
 
 
 @dataclass(slots=True)
@@ -34,7 +152,6 @@ class Turn:
         self.tool, self.input, self.value, self.answered = tool, input, value, True
 
     def calls(self) -> list[tuple[str, Any, Any]]:
-        """(tool, input, value) of all calls of this turn so far."""
         return self.earlier + ([(self.tool, self.input, self.value)] if self.answered else [])
 
 
@@ -46,22 +163,15 @@ class Ending:
     kind: str = ""  # of a typed failure, while this shard lives
 
 
-def _ended(reason: str, reward: float | None, error: str) -> Ending:
-    """Return an ending on record. Earlier versions recorded rewards that are not finite."""
-    if reward is None or math.isfinite(reward):
-        return Ending(reason, reward, error)
-    return Ending("failed", None, f"the reward was {reward}", "reward is not finite")
-
-
-class Trajectory:
-    """A prompt and what follows it: a view of its buffer of tokens, cut into turns."""
+class Trajectory(TokenBuffer):
+    """A prompt and what follows it: tokens, cut into turns."""
 
     def __init__(self, group: int, member: int, prompt: int, version: int, seed: int) -> None:
+        super().__init__()
         self.id = trajectory_id(group, member)
         self.group, self.member, self.prompt, self.seed = group, member, prompt, seed
         # Of the mesh when its group was admitted: engines below it may not serve it.
         self.version = version
-        self.buffer = TokenBuffer()
         self.prompt_length = 0
         self.turn_start = 0  # where this turn's sampled tokens begin
         self.past_turns: list[Turn] = []
@@ -74,37 +184,13 @@ class Trajectory:
         self.scores: dict[str, np.ndarray] = {}  # frozen models' numbers, one for each token
 
     @property
-    def length(self) -> int:
-        """Tokens that count: those of a turn that goes on as soon as they are written down."""
-        return self.buffer.length
-
-    @property
-    def tokens(self) -> Ints:
-        return self.buffer.tokens
-
-    @property
-    def logprobs(self) -> Floats:
-        return self.buffer.logprobs
-
-    @property
-    def versions(self) -> Ints:
-        return self.buffer.versions
-
-    @property
-    def experts(self) -> ExpertIds:
-        """The tokens' experts as `common.base.experts` lays them out: NO_EXPERTS if no token
-        came with any.
-        """
-        return self.buffer.experts
-
-    @property
     def turn(self) -> Ints:
         """Ids sampled in the current turn."""
         return self.tokens[self.turn_start :]
 
     def appended(self, ids: list[int]) -> None:
         """Takes tokens of the prompt or the environment; the model's next turn follows them."""
-        self.buffer.appended(ids)
+        super().appended(ids)
         self.turn_start = self.length
         if self.open_turn is not None:
             self.open_turn.appended = len(ids)
@@ -112,13 +198,11 @@ class Trajectory:
             self.open_turn = None
 
     def ended_with(self, ids: list[int]) -> None:
-        """Takes the last observation of an environment that has ended the trajectory."""
         self.last = ids
         self.appended(ids)
 
     def begin(self, prompt: list[int]) -> None:
-        """(Re)starts at the prompt."""
-        self.buffer.clear()
+        self.clear()
         self.last = []
         self.past_turns, self.open_turn, self.ending = [], None, None
         self.appended(prompt)
@@ -186,7 +270,13 @@ class Restored:
             self.trajectories[t.id] = t
             self.cut.discard(t.id)
         elif record.kind is Kind.TOKENS:
-            self._tokens(p)
+            at = 0
+            for identity, count in zip(p.ids.tolist(), p.counts.tolist(), strict=True):
+                part = slice(at, at + count)
+                at += count
+                if identity in self.trajectories:
+                    sampled = self.trajectories[identity].sampled
+                    sampled(*p.columns(part))
         elif record.kind is Kind.CLOSE:
             self.closed.add(p[0])
         elif p[0] in self.trajectories:
@@ -201,16 +291,7 @@ class Restored:
         elif record.kind is Kind.APPEND:
             t.appended(p[1])
         elif record.kind is Kind.END:
-            t.ending = _ended(*p[1:4])
-
-    def _tokens(self, rows: TokenRows) -> None:
-        at = 0
-        for identity, count in zip(rows.ids.tolist(), rows.counts.tolist(), strict=True):
-            part = slice(at, at + count)
-            at += count
-            if identity in self.trajectories:
-                sampled = self.trajectories[identity].buffer.sampled
-                sampled(*rows.columns(part))
+            t.ending = Ending(*p[1:4])
 
     def by_group(self) -> dict[int, list[Trajectory]]:
         """Unclosed groups with the members the ledger knows, in member order."""

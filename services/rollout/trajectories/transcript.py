@@ -43,7 +43,6 @@ class Transcript:
         self._decode, self._stop, self._stop_text = decode, stop, stop_text
 
     def prompt(self, t: Trajectory) -> str:
-        """What the trajectory begins with, as the model reads it."""
         return self._decode(t.tokens[: t.prompt_length].tolist())
 
     def turns(self, t: Trajectory, reason: str = "") -> list[dict[str, Any]]:
@@ -78,7 +77,6 @@ class Transcript:
         return "" if turns and turns[-1].cut else self._decode(t.tokens[at:].tolist())
 
     def _ended(self, text: str, ids: list[int]) -> str:
-        """The end of a turn's text that ended it."""
         if ids and ids[-1] in self._stop and text.endswith(end := self._decode(ids[-1:])):
             return end
         # A turn ends with the token that first completes a stop text, so the first is the one.

@@ -78,7 +78,7 @@ def evaluation(
         reward, version = outcome
         t.begin([1, 2])
         sampled = np.array([3, 4], np.int32)
-        t.buffer.sampled(sampled, np.zeros(2, np.float32), np.array([VERSION, version], np.int32))
+        t.sampled(sampled, np.zeros(2, np.float32), np.array([VERSION, version], np.int32))
         t.ending = Ending("done", reward)
 
     shard.runner = SimpleNamespace(run=run)  # type: ignore[assignment]

@@ -58,7 +58,7 @@ class World:
             version = (await jobs.job(self.state, JOB)).version
             t.begin([1, 2])
             ones = np.ones(1, np.int32)
-            t.buffer.sampled(ones, np.zeros(1, np.float32), version * ones)
+            t.sampled(ones, np.zeros(1, np.float32), version * ones)
             t.ending = Ending("done", 1.0)
 
         async def look() -> None:

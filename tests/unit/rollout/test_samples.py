@@ -25,7 +25,7 @@ def ended(n: int, reward: float | None, length: int = 3, version: int = 0) -> Tr
     t = Trajectory(n, 0, n, version, 0)
     t.begin([1, 2])
     ids = np.full(length, 5, np.int32)
-    t.buffer.sampled(ids, np.zeros(length, np.float32), np.full(length, version, np.int32))
+    t.sampled(ids, np.zeros(length, np.float32), np.full(length, version, np.int32))
     t.ending = Ending("done", reward)
     if reward is None:
         t.ending = Ending("failed", None, "reward: raised: ValueError: no", "reward raised")

@@ -12,9 +12,8 @@ from common.base.errors import ToolFailed
 from common.model.chat.chat import Chat
 from common.model.tokens.tokenizer import Tokenizer
 from services.environment.environments import Environments
-from services.rollout.supervised import supervise
-from services.rollout.trajectories.buffers import NOT_SAMPLED
-from services.rollout.trajectories.trajectory import Trajectory
+from services.rollout.runner import supervise
+from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 ROOT = Path(__file__).parents[3]

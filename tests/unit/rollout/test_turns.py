@@ -94,7 +94,7 @@ class Saying:
         room = limit - self.trajectory.length
         if room <= 0:
             return Finish.LENGTH
-        self.trajectory.buffer.sampled(*arrays(self._said[:room]))
+        self.trajectory.sampled(*arrays(self._said[:room]))
         return self._ends
 
 

@@ -265,7 +265,7 @@ def test_buffers_grow_with_the_trajectory() -> None:
     t = Trajectory(0, 0, 0, 0, 0)
     t.begin(list(range(100)))
     made = np.arange(300, dtype=np.int32)
-    t.buffer.sampled(made, made.astype(np.float32), made)
+    t.sampled(made, made.astype(np.float32), made)
     assert t.length == 400
     assert t.turn.tolist() == list(range(300))
 

@@ -18,9 +18,8 @@ from common.base.errors import ToolFailed
 from common.base.random import Random
 from common.mesh.process.host import SystemHost
 from services.rollout.environments import episodes
-from services.rollout.environments.ends import EnvironmentLost
 from services.rollout.environments.episodes import EpisodeProcess
-from services.rollout.environments.process import EnvironmentHung
+from services.rollout.environments.process import EnvironmentHung, EnvironmentLost
 from tests.load import scaled
 from tests.meshes import alone
 

@@ -138,7 +138,7 @@ def test_a_shard_that_starts_again_has_them_and_what_a_tool_appended_has_none(
     assert known == [*range(3, 143), 145]
     assert np.array_equal(t.experts[known], sent(t.tokens[known]))
     t.begin([1, 2, 3])
-    t.buffer.sampled(*token_rows((0, [5]), experts=False).columns(slice(None)))
+    t.sampled(*token_rows((0, [5]), experts=False).columns(slice(None)))
     assert (t.experts == UNKNOWN).all()
 
 

@@ -15,7 +15,7 @@ from services.rollout.trajectories.trajectory import Ending, Trajectory
 def ended(member: int, reason: str, reward: float | None) -> Trajectory:
     t = Trajectory(4, member, 0, 2, seed=member)
     t.begin([1, 2])
-    t.buffer.sampled(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32))
+    t.sampled(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32))
     t.ending = Ending(reason, reward)
     return t
 

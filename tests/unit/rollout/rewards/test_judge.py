@@ -17,9 +17,8 @@ from common.base.random import Random
 from common.job.config import JudgeConfig
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh
-from services.rollout.rewards import judge_server
-from services.rollout.rewards.judge import JudgeFailed, parsed, question
-from services.rollout.rewards.judge_server import ServerJudge
+from services.rollout.rewards import judge as judge_server
+from services.rollout.rewards.judge import JudgeFailed, ServerJudge, parsed, question
 from tests.load import scaled
 from tests.meshes import alone
 

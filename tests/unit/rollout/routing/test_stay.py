@@ -85,7 +85,7 @@ def refuses(stay: Stay) -> Finish:
 
 def brings_tokens_and_is_moved(stay: Stay) -> Finish:
     one = np.ones(5, np.int32)
-    stay.trajectory.buffer.sampled(one, np.zeros(5, np.float32), one)
+    stay.trajectory.sampled(one, np.zeros(5, np.float32), one)
     stay.target = "engine/g0"
     return Finish.ABORTED
 
