@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from kernels.ops.pointwise import Norms, Pointwise
 
-__all__ = ["PLAIN", "Plain", "Pointwise", "rotate"]
+__all__ = ["PLAIN", "Plain", "Pointwise"]
 
 
 class Plain:
