@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import sys
 import threading
 import time
@@ -17,14 +18,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from common.base.errors import ConfigError
+from common.mesh.process.output.log_bounds import LOG_BYTES, bound_file
 from common.mesh.process.starting import opened_log
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.console.followed import MOST_BYTES, Followed
-from meshrl.launch.console.output import ObjectOutput
+from meshrl.launch.console.followed import Followed
 
 POLL_S = 0.2
-BOUND_S = 5.0  # between two looks whether a file is too large
+BOUND_S = 5.0  # between two looks whether a file is too long
+BEHIND_BYTES = LOG_BYTES // 2  # that may wait to be printed: a file that is too long starts again
+STEP_BYTES = 4096  # PIPE_BUF of Linux: a pipe that is writable takes so much without waiting
 LAST_S = 5.0  # for what is left, when the process ends
 _begun: list[LogPrinter] = []
 
@@ -64,6 +67,42 @@ def end() -> None:
         console.end()
 
 
+class ObjectOutput:
+    """The standard output that objects go to, by a descriptor of its own: one that is closed, full
+    or stuck hinders nobody. `gone` once nobody reads it any more.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._left = b""  # that was not taken yet
+        self.gone = False
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something is left that it has not taken."""
+        return bool(self._left) and not self.gone
+
+    def add(self, text: str) -> None:
+        if not self.gone:
+            self._left += text.encode()
+
+    def write(self, patience_s: float) -> None:
+        """Hands over what there is, as far as it is taken; waits so long for each 4 KiB."""
+        left = memoryview(self._left)
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLOUT)
+        while left and not self.gone:
+            if not poll.poll(patience_s * 1000):
+                break
+            try:
+                left = left[os.write(self._descriptor, left[:STEP_BYTES]) :]
+            except BlockingIOError:
+                break
+            except OSError:  # its reader has gone, or its disk is full
+                self.gone = True
+        self._left = bytes(left)
+
+
 class LogPrinter:
     """Follows the logs of a directory: what is there already has been told."""
 
@@ -77,11 +116,9 @@ class LogPrinter:
 
     @property
     def followed(self) -> int:
-        """How many logs."""
         return len(self._files)
 
     def start(self) -> None:
-        """Begins to follow."""
         self._thread.start()
 
     def end(self) -> None:
@@ -107,7 +144,7 @@ class LogPrinter:
         except OSError as error:
             if self._failed != str(error):
                 self._failed = str(error)
-                self._tell(f"the logs cannot be followed now: {error}", "error", _now())
+                self._tell(f"the logs cannot be followed now: {error}", "error")
                 self._output.write(POLL_S)
             return False
         return behind
@@ -133,19 +170,18 @@ class LogPrinter:
             self._output.write(POLL_S)
         if now_s - self._bounded_s > BOUND_S:
             self._bounded_s = now_s
-            self._bound(timestamp)
+            self._bound()
         return self._output.stuck or any(file.behind for file in self._files.values())
 
-    def _bound(self, timestamp: str) -> None:
+    def _bound(self) -> None:
         for path, file in self._files.items():
-            passed = file.pass_over(0 if self._output.gone else MOST_BYTES)
-            if passed and not self._output.gone:
+            if passed := file.pass_over(BEHIND_BYTES):
                 told = f"{passed} bytes of {path.name} were not printed: nobody read fast enough"
-                self._tell(told, "warning", timestamp)
-            file.bound()
+                self._tell(told, "warning")
+            bound_file(path)
 
-    def _tell(self, event: str, level: str, timestamp: str) -> None:
-        about = {"service": "console", "event": event, "level": level, "timestamp": timestamp}
+    def _tell(self, event: str, level: str) -> None:
+        about = {"service": "console", "event": event, "level": level, "timestamp": _now()}
         self._output.add(json.dumps(about) + "\n")
 
 

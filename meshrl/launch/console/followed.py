@@ -1,25 +1,16 @@
-"""A log file that is read as it grows, and whose beginning the disk gets back: in containers nobody
-rotates it.
-"""
+"""A log file that is read as it grows."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshrl.launch.console.lines import LogObjects
 
-MOST_BYTES = 64 << 20  # of a file on its disk
-BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system
-KEPT_BYTES = 1 << 20  # its end, which `meshrl logs` and the cause of a death are read from
 PART_BYTES = 1 << 18  # at once, so that one that says much keeps no other waiting
 LINE_BYTES = 1 << 20  # of a line: what is longer is told in parts
 PATIENCE_S = 2.0  # for the rest of a line: who was killed within one does not end it
-PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, with FALLOC_FL_KEEP_SIZE, of <linux/falloc.h>
-_libc = ctypes.CDLL(None, use_errno=True)
-_offset = ctypes.c_int64
 
 
 class Followed:
@@ -41,7 +32,12 @@ class Followed:
         part = self._part()
         if part:
             self._grew_s = now_s
-            yield from self._taken(part, timestamp)
+            *whole, self._begun = (self._begun + part).split(b"\n")
+            if len(self._begun) > LINE_BYTES:
+                whole.append(self._begun)
+                self._begun = b""
+            for line in whole:
+                yield from self._lines.take(_text(line), timestamp)
             self._held = True
         elif last or (self._begun and now_s - self._grew_s > PATIENCE_S):
             yield from self.rest(timestamp)
@@ -56,22 +52,6 @@ class Followed:
             yield from self._lines.take(_text(begun), timestamp)
         yield from self._lines.rest(timestamp)
         self._held = False
-
-    def bound(self) -> None:
-        """Gives back what was read, but for the last megabyte, once the file takes too much room.
-        Its size stays, as who reads it elsewhere counts from its beginning; where the disk can make
-        no hole, it begins anew instead, once all was read.
-        """
-        try:
-            found = os.stat(self._path)
-            if found.st_blocks * BLOCK_BYTES <= MOST_BYTES:
-                return
-            with self._path.open("r+b", buffering=0) as file:
-                until = min(found.st_size - KEPT_BYTES, self._at)
-                if not _punched(file.fileno(), until) and self._at >= found.st_size:
-                    file.truncate(0)
-        except OSError:  # it is gone, or its disk does not let it: at the next look
-            return
 
     def pass_over(self, most: int) -> int:
         """Leaves out what is to be read, if that is more than `most` bytes; how many it was."""
@@ -89,7 +69,7 @@ class Followed:
 
     def _part(self) -> bytes:
         size = self._size()
-        if size < self._at:  # somebody made it anew, or cut it
+        if size < self._at:  # it was made anew, or grew too long and starts again
             self._at, self._begun = 0, b""
         self.behind = False
         if size <= self._at:
@@ -104,18 +84,6 @@ class Followed:
         self.behind = self._at < size
         return part
 
-    def _taken(self, part: bytes, timestamp: str) -> Iterator[str]:
-        *whole, self._begun = (self._begun + part).split(b"\n")
-        if len(self._begun) > LINE_BYTES:
-            whole.append(self._begun)
-            self._begun = b""
-        for line in whole:
-            yield from self._lines.take(_text(line), timestamp)
-
 
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip("\r").replace("\0", "")
-
-
-def _punched(file: int, until: int) -> bool:
-    return until <= 0 or bool(_libc.fallocate(file, PUNCH_HOLE, _offset(0), _offset(until)) == 0)

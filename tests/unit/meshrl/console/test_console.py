@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from common.base.errors import ConfigError
+from common.mesh.process.output.log_bounds import LOG_BYTES
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.console import console, followed
-from meshrl.launch.console.followed import MOST_BYTES, Followed
-from meshrl.launch.console.output import ObjectOutput
+from meshrl.launch.console import console
+from meshrl.launch.console.console import ObjectOutput
+from meshrl.launch.console.followed import Followed
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
@@ -161,23 +162,22 @@ def all_of(file: Followed, last: bool = False) -> list[str]:
             return found
 
 
-def test_a_large_file_gives_its_room_back_and_loses_no_line(tmp_path: Path) -> None:
-    path = tmp_path / "engine-0.log"
-    line = b"z" * 4095 + b"\n"
-    with path.open("ab", buffering=0) as log:
-        log.write(line)
-        file = Followed(path, 0)
-        assert len(all_of(file)) + len(all_of(file)) == 1
-        os.posix_fallocate(log.fileno(), 0, MOST_BYTES + (1 << 20))
-        file.bound()
-        size = path.stat().st_size
-        assert path.stat().st_blocks * followed.BLOCK_BYTES >= size - 2 * len(line), "not read yet"
-        file.pass_over(0)
-        file.bound()
-        held = path.stat()
-        assert held.st_size in (size, 0) and held.st_blocks * followed.BLOCK_BYTES < 4 << 20
-        log.write(b"next\n")
-        assert [*all_of(file), *all_of(file)] == ["next"]
+def test_a_file_that_is_too_long_starts_again_once_it_was_printed_or_told(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    log = tmp_path / "engine-0.log"
+    log.touch()
+    following = console.LogPrinter(tmp_path, ObjectOutput(writes))
+    with log.open("ab") as file:
+        os.posix_fallocate(file.fileno(), 0, LOG_BYTES + 1)
+    following.start()
+    with os.fdopen(reads) as lines:
+        while (said := json.loads(lines.readline()))["service"] != "console":
+            pass
+        assert f"bytes of {log.name} were not printed" in said["event"]
+        assert "this log goes on from" in json.loads(lines.readline())["event"]
+        following.end()
+    assert log.stat().st_size < 1000 and log.with_name(f"{log.name}.1").stat().st_size > LOG_BYTES
+    os.close(writes)
 
 
 def test_a_file_that_is_made_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
