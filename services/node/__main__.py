@@ -26,7 +26,6 @@ async def main(a: argparse.Namespace) -> None:
 
 
 async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
-    """The life of an agent, until it is cancelled."""
     found = await discover(mesh.host, a.device, a.workers, a.stand_for)
     accelerators = [replace(one, bytes=a.accelerator_bytes or one.bytes) for one in found]
     options = ["--orphan-s", str(a.orphan_s), "--market", a.market]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.handle import Child
+from common.mesh.process.supervision.lease_watch import LeaseWatch
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
 from common.state import registry
@@ -38,13 +39,11 @@ class Notes:
         return {name: (int(pid), int(start)) for name, (pid, start) in notes.items()}
 
     def write(self, children: Iterable[Child]) -> None:
-        """Puts down those that run now."""
         notes = {child.name: (child.pid, child.start_time) for child in children}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._mesh.host.replace_file(self._path, json.dumps(notes).encode())
 
     def forget(self) -> None:
-        """Nothing runs any more."""
         self._path.unlink(missing_ok=True)
 
     async def running(self, kinds: Iterable[str]) -> dict[str, Child]:
@@ -63,6 +62,12 @@ class Notes:
                 found[name] = child
         return found
 
+    async def evict(self, child: Child, leases: LeaseWatch) -> None:
+        """Takes a process that has ended off the registry, and whichever has its name unwatched."""
+        await leases.evict(child)
+        if (unwatched := await self.end_unwatched(child.name)) is not None:
+            await leases.evict(unwatched)
+
     async def end_unwatched(self, name: str) -> Child | None:
         """Ends the process that holds this name and is nobody's: it was started when no note could
         be taken, and had not registered when its agent was followed by this one.
@@ -71,8 +76,7 @@ class Notes:
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
             async with mesh.clock.timeout(LOOK_S, "a look for a process"):
                 entry = await registry.lookup(mesh.state, name)
-            child = self._registered(entry) if entry is not None else None
-            if child is not None:
+            if entry is not None and (child := self._registered(entry)) is not None:
                 child.kill()
                 return child
         return None

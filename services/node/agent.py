@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -196,16 +197,10 @@ class NodeAgent(Actor, Hooks):
 
     async def ended(self, child: Child, end: ChildEnd) -> None:
         self._adopted.discard(child.name)
-        await self.leases.evict(child)
-        unwatched = await self._notes.end_unwatched(child.name)
-        if unwatched is not None:
-            await self.leases.evict(unwatched)
-        if end.asked:
-            return
-        log = str(self._log(child.name))
-        await self._reports.tell(
-            EndReport(child.name, end.code, end.why, end.failure, final=end.final, log=log)
-        )
+        await self._notes.evict(child, self.leases)
+        if not end.asked:
+            told = EndReport(child.name, end.code, end.why, end.failure, final=end.final)
+            await self._reports.tell(replace(told, log=str(self._log(child.name))))
 
     def lease_expired(self, child: Child) -> bool:
         return self.leases.expired(child)

@@ -22,16 +22,13 @@ class Distance:
         self.stats = DistanceStats()
 
     async def run(self) -> None:
-        """Looks for ever."""
         while True:
             try:
                 async with self._mesh.clock.timeout(ANSWER_S, "a look at the distance"):
-                    looks = [await self._look() for _ in range(SAMPLES)]
+                    trip_ms, ahead_ms = min([await self._look() for _ in range(SAMPLES)])
+                self.stats = DistanceStats(round(trip_ms, 2), round(ahead_ms, 1))
             except (StateUnavailable, DeadlineExceeded):
                 self.stats = DistanceStats()
-            else:
-                trip_ms, ahead_ms = min(looks)
-                self.stats = DistanceStats(round(trip_ms, 2), round(ahead_ms, 1))
             await self._mesh.clock.sleep(LOOK_S)
 
     async def _look(self) -> tuple[float, float]:

@@ -23,13 +23,11 @@ class HostLoad:
         self.stats = HostLoadStats()
 
     async def run(self) -> None:
-        """Looks for ever."""
         while True:
             self.look()
             await self._mesh.clock.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Takes in how things are now."""
         now, (number, busy_s) = self._mesh.clock.monotonic(), self._mesh.host.cores()
         self._looks.append((now, busy_s))
         while len(self._looks) > 2 and self._looks[1][0] <= now - WINDOW_S:

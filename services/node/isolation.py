@@ -35,8 +35,15 @@ class OwnIsolation:
         had: tuple[str, ...] = ()
         tries = 0
         while self.tiers is not None:
-            found = await self._found()
-            had, tries = _best({*had, *found.tiers}), tries + 1
+            try:
+                run = self._mesh.host.run_blocking
+                found = await run(containment.tiers, deadline_s=FOUND_S)
+            except DeadlineExceeded:
+                found = containment.IsolationTiers((), sure=False, known=False)
+            tiers = {*had, *found.tiers}
+            own = [tier for tier in ORDER if tier in tiers and tier != RUNNER]
+            had = (*own[-1:], *({RUNNER} & tiers))  # the best of the host's own, and `runner`
+            tries += 1
             trying = not found.known or (not found.sure and tries < TRIES)
             told = [*had, TRYING] if trying else list(had)
             if told != self.tiers:
@@ -48,15 +55,3 @@ class OwnIsolation:
                 await self._mesh.clock.sleep(SOON_S)
             else:
                 await self._mesh.clock.sleep(RARELY_S if found.sure and had else AGAIN_S)
-
-    async def _found(self) -> containment.IsolationTiers:
-        try:
-            return await self._mesh.host.run_blocking(containment.tiers, deadline_s=FOUND_S)
-        except DeadlineExceeded:
-            return containment.IsolationTiers((), sure=False, known=False)
-
-
-def _best(tiers: Collection[str]) -> tuple[str, ...]:
-    """The best of the host's own, and `runner`."""
-    own = [tier for tier in ORDER if tier in tiers and tier != RUNNER]
-    return (*own[-1:], RUNNER) if RUNNER in tiers else tuple(own[-1:])

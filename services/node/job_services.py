@@ -47,7 +47,6 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {"rollout": {}, "sandbox": {NURSE
 
 
 def command(name: str, options: list[str]) -> list[str]:
-    """The command line of a service."""
     kind, job, number = names.service(name)
     module = [sys.executable, "-m", f"services.{kind}"]
     about = ["--name", name] if kind == "sandbox" else ["--job", job, "--shard", str(number)]
@@ -77,7 +76,6 @@ class JobServices(Hooks):
 
     @property
     def children(self) -> list[Child]:
-        """Those that run now."""
         return list(self._supervisor.children.values())
 
     def look(self) -> None:
@@ -133,31 +131,30 @@ class JobServices(Hooks):
             self._end(name)
         for name in wanted:
             free = name not in self._known and name not in self._ending
-            due = free and self._now() >= self._not_before.get(name, 0.0)
-            if due and self._code.there(name):
-                await self._start(name)
-
-    async def _start(self, name: str) -> None:
-        try:
-            await self._supervisor.add(self._spec(name))
-            self._known.add(name)
-        except OSError as error:  # no process, memory or log to be had now
-            self._not_before[name] = self._now() + TRY_AGAIN_S
-            end = ChildEnd(NO_START, "it cannot be started", Failure.of(error))
-            await self._report(name, end)
+            due = free and self._mesh.clock.monotonic() >= self._not_before.get(name, 0.0)
+            if not due or not self._code.there(name):
+                continue
+            try:
+                await self._supervisor.add(self._spec(name))
+                self._known.add(name)
+            except OSError as error:  # no process, memory or log to be had now
+                self._not_before[name] = self._mesh.clock.monotonic() + TRY_AGAIN_S
+                end = ChildEnd(NO_START, "it cannot be started", Failure.of(error))
+                await self._report(name, end)
 
     def _end(self, name: str) -> None:
         """Begins the end of one; one that is slow to end holds up nobody."""
         self._known.discard(name)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._ending.pop(name, None)
+            if not task.cancelled():
+                task.result()
+            self._news.set()
+
         task = asyncio.create_task(self._supervisor.remove(name, GRACE_S), name=f"end {name}")
         self._ending[name] = task
-        task.add_done_callback(lambda task: self._has_ended(name, task))
-
-    def _has_ended(self, name: str, task: asyncio.Task[None]) -> None:
-        self._ending.pop(name, None)
-        if not task.cancelled():
-            task.result()
-        self._news.set()
+        task.add_done_callback(ended)
 
     def _spec(self, name: str) -> ChildSpec:
         return ChildSpec(
@@ -181,19 +178,13 @@ class JobServices(Hooks):
     def _log(self, name: str) -> Path:
         return self._root / "logs" / (name.replace("/", "-") + ".log")
 
-    def _now(self) -> float:
-        return self._mesh.clock.monotonic()
-
     # What the supervisor tells
 
     async def started(self, child: Child) -> None:
         self._notes.write(self._supervisor.children.values())
 
     async def ended(self, child: Child, end: ChildEnd) -> None:
-        await self._leases.evict(child)
-        unwatched = await self._notes.end_unwatched(child.name)
-        if unwatched is not None:
-            await self._leases.evict(unwatched)
+        await self._notes.evict(child, self._leases)
         if not end.asked and end.code:
             self._well.discard(child.name)
             await self._report(child.name, end)
@@ -213,5 +204,5 @@ class JobServices(Hooks):
         """Its job is charged with each end, and fails by them; until then it is started again."""
         again_s = WELL_S if spec.name in self._well else TRY_AGAIN_S
         self._mesh.telemetry.log.info("a service is not up", name=spec.name, why=why, for_s=again_s)
-        self._not_before[spec.name] = self._now() + again_s
+        self._not_before[spec.name] = self._mesh.clock.monotonic() + again_s
         self._end(spec.name)

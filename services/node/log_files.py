@@ -19,7 +19,6 @@ class HostLogFiles:
         self._directory = directory
 
     def listed(self) -> list[LogFile]:
-        """Name, bytes and time of each."""
         found = []
         for path in sorted(self._directory.glob(f"*{ENDING}")):
             about = path.stat()

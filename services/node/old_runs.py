@@ -22,7 +22,6 @@ IO_S = 600.0
 
 
 async def sweep_forever(mesh: Mesh) -> None:
-    """Sweeps for as long as the host's agent lives."""
     while True:
         try:
             await sweep(mesh)

@@ -88,7 +88,6 @@ class SandboxCode:
                 release(directory)
 
     def stop(self) -> None:
-        """Brings nothing any more."""
         self.keep(())
 
     async def _bring(self, name: str) -> None:
@@ -107,18 +106,15 @@ class SandboxCode:
         self._news()
 
     async def _find(self, name: str) -> None:
+        mesh, directory = self._mesh, None
         try:
-            row = await jobs.job(self._mesh.state, names.service(name)[1])
+            row = await jobs.job(mesh.state, names.service(name)[1])
         except NotFound:  # nor is it wanted for long
             self._there[name] = None
             return
-        directory = await self._brought(row)
+        if not (await is_home(mesh) or await at_home(mesh, Path(row.run_dir))):
+            directory = await fetched(mesh, row, [MODULES])
         self._loads[name], self._there[name] = _digest(row), directory
-
-    async def _brought(self, row: jobs.JobRow) -> Path | None:
-        if await is_home(self._mesh) or await at_home(self._mesh, Path(row.run_dir)):
-            return None
-        return await fetched(self._mesh, row, [MODULES])
 
 
 def _digest(row: jobs.JobRow) -> str:

@@ -149,7 +149,6 @@ async def main(a: argparse.Namespace) -> None:
 
 
 async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
-    """The life of a worker, until it is an orphan or cancelled."""
     root = Path(mesh.settings.run_root) / "mesh"
 
     def left() -> int:
@@ -210,12 +209,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def market_option(options: argparse.ArgumentParser) -> None:
-    """Adds the option that says what right there is to the worker."""
     options.add_argument("--market", default="reserved", choices=["reserved", "spot", "lent"])
 
 
 def budget_options(options: argparse.ArgumentParser) -> None:
-    """Adds the options that declare what residents may take."""
     for what in ("accelerator", "memory", "disk"):
         options.add_argument(
             f"--{what}-bytes", type=int, default=0, help="that residents may take; 0: all there is"

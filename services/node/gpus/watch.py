@@ -50,7 +50,6 @@ class GpuWatch:
         self._session = DriverSession([seen.device for seen in self._seen.values()])
 
     async def run(self) -> None:
-        """For ever; returns at once where there is no GPU."""
         try:
             while self._seen:
                 await self._look()
@@ -140,7 +139,6 @@ class DriverSession:
             self.busy = False
 
     def close(self) -> None:
-        """Lets go of the driver."""
         if self._open is not None:
             stack, self._open = self._open[0], None
             stack.close()

@@ -42,7 +42,6 @@ class Budgets:
         self._largest: dict[str, int] = {}  # that a process has had on the accelerator
 
     def held(self, name: str) -> Budget:
-        """What a process has told that it takes."""
         return self._held.get(name, Budget())
 
     def largest(self, name: str) -> int:
@@ -81,7 +80,11 @@ class Budgets:
         """
         if tier == Tier.ABSENT:
             return
-        size, field = self._size(name, tier), OF_TIER[tier]
+        # On the accelerator a move takes as much as ever (an engine's weights are not kept below
+        # it), elsewhere what is on the accelerator now, or has come from there.
+        held, field = self.held(name), OF_TIER[tier]
+        kept = held.accelerator or max(held.memory, held.disk)
+        size = self.largest(name) if tier == Tier.ACCELERATOR else kept
         limit = int(getattr(self.limits, field))
         used = self.used(tier, beside=name)
         if limit and used + size > limit:
@@ -121,18 +124,8 @@ class Budgets:
             self._held[name] = replace(self._held[name], accelerator=0)
 
     def dropped(self, name: str) -> None:
-        """Nothing is left of a process."""
         for figures in (self._claims, self._held, self._largest):
             figures.pop(name, None)
-
-    def _size(self, name: str, tier: Tier) -> int:
-        """What a move will take: on the accelerator as much as ever (an engine's weights are not
-        kept below it), elsewhere what is on the accelerator now, or has come from there.
-        """
-        held = self.held(name)
-        if tier == Tier.ACCELERATOR:
-            return self.largest(name)
-        return held.accelerator or max(held.memory, held.disk)
 
     def _check_host(self, name: str, tier: Tier, size: int) -> None:
         if tier == Tier.ACCELERATOR:

@@ -13,7 +13,7 @@ from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
 from common.mesh.process.handle import Child
 from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Budget, Doing, Gang, Report, Tier
+from common.state.pool.workers.rows import Budget, Doing, Report, Resident, Tier
 from common.state.redis.client import State
 from services.node.residents.budgets import OverBudget
 from services.node.residents.process import ROOM_AGAIN_S, Around
@@ -44,7 +44,6 @@ class Keeping:
         self._not_before = 0.0  # when it looks for room again
 
     def want(self, wish: RoleWish) -> None:
-        """What the record says now."""
         self.wish = wish
 
     async def start(self) -> None:
@@ -63,7 +62,8 @@ class Keeping:
         around, resident = self._around, self.wish.resident
         try:
             size = await around.gpu.least(resident)
-            if not self._serves:  # then the engine has the memory already
+            first = _told(resident, resident.reports, resident.ranks[0])
+            if first is None or first.tier != Tier.ACCELERATOR:  # else it has the memory already
                 await around.gpu.check(resident, self.name, size, self._beside())
             around.budgets.settled(self.name, Budget(accelerator=size))
         except OverBudget as error:
@@ -75,19 +75,11 @@ class Keeping:
             self.doing, self.detail, self.tier = Doing.READY, "", Tier.ACCELERATOR
 
     async def stop(self, reason: str, *, leaving: bool = False) -> None:
-        """The accelerator is others'."""
         self._around.budgets.ended(self.name)
         self.doing, self.detail, self.tier = Doing.GONE, "", Tier.ABSENT
 
     async def kill(self, deadline_s: float) -> None:
         """There is no process to end."""
-
-    @property
-    def _serves(self) -> bool:
-        resident = self.wish.resident
-        first = resident.reports.get(resident.ranks[0])
-        ours = first is not None and first.generation == resident.generation
-        return ours and first is not None and first.tier == Tier.ACCELERATOR
 
     def _failed(self, why: str) -> None:
         self.doing, self.detail = Doing.FAILED, why
@@ -104,24 +96,20 @@ async def kept(state: State, wish: RoleWish) -> tuple[list[str], list[str]]:
     if not wish.gathers:
         return [], []
     gang = await pool.gang(state, wish.gang)
-    lacking = _lacking(gang, wish)
-    if gang is None or lacking:
+    if gang is None:
+        return [], ["its gang"]
+    ranks = wish.resident.ranks
+    there = next((one for one in gang.residents if one.id == wish.resident.id), None)
+    told = {rank: _told(wish.resident, there.reports, rank) for rank in ranks} if there else {}
+    keep = [rank for rank, report in told.items() if report and report.doing == Doing.READY]
+    if lacking := [gang.workers[rank] for rank in ranks[1:] if rank not in keep]:
         return [], lacking
     uuids = {worker.id: worker.uuid for worker in await pool.workers(state)}
-    own = [gang.workers[rank] for rank in wish.resident.ranks]
+    own = [gang.workers[rank] for rank in ranks]
     return [uuid for uuid in map(uuids.get, own) if uuid], []
 
 
-def _lacking(gang: Gang | None, wish: RoleWish) -> list[str]:
-    """The workers of an engine, by the record as it stands, that do not keep theirs for it."""
-    if gang is None:
-        return ["its gang"]
-    there = [one for one in gang.residents if one.id == wish.resident.id]
-    others = wish.resident.ranks[1:]
-    told: Mapping[int, Report] = there[0].reports if there else {}
-
-    def keeps(report: Report | None) -> bool:
-        ours = report is not None and report.generation == wish.resident.generation
-        return ours and report is not None and report.doing == Doing.READY
-
-    return [gang.workers[rank] for rank in others if not keeps(told.get(rank))]
+def _told(resident: Resident, reports: Mapping[int, Report], rank: int) -> Report | None:
+    """What the worker of this rank has said of the resident in its generation."""
+    report = reports.get(rank)
+    return report if report is not None and report.generation == resident.generation else None

@@ -85,7 +85,6 @@ class Around:
     accelerator: str = "cpu:0"  # the worker's, by name
 
     def log(self, name: str) -> Path:
-        """Of the process of that name."""
         return self.logs / (name.replace("/", "-") + ".log")
 
 
@@ -134,7 +133,6 @@ class RoleProcess(Hooks):
 
     @property
     def children(self) -> list[Child]:
-        """The process that runs now, if one does."""
         return list(self.supervisor.children.values())
 
     @property
@@ -219,9 +217,15 @@ class RoleProcess(Hooks):
             self._reports.stop()
         up, self.up = self.up, False
         self._enter(Doing.DRAINING, reason)
-        await self._stop_settling()
+        if (settling := self._settling) is not None:
+            settling.cancel()
+            await asyncio.wait([settling])
         if up and self.name in self.supervisor.children:
-            await self._drain(reason, LEAVING_S if leaving else DRAIN_S)
+            ref, deadline_s = self._mesh.ref(self.name), LEAVING_S if leaving else DRAIN_S
+            try:
+                await ref.call(Resting.drain, Drain(reason), deadline_s=deadline_s)
+            except MeshError as error:  # it ends all the same: its owners' ledgers have all it had
+                self._mesh.telemetry.log.warning("drain failed", role=self.name, error=str(error))
         with suppress(NotFound):  # it could not be started
             await self.supervisor.remove(self.name, LEAVING_S if leaving else GRACE_S)
         self._around.budgets.ended(self.name)
@@ -245,22 +249,16 @@ class RoleProcess(Hooks):
                     await self.supervisor.remove(self.name, 0.0)
                 await self.start()
         elif not self.up:
-            await self._look_for_it()
+            found = await self._startup.look(self.pid)
+            self.up = found == Progress.READY
+            if found == Progress.LATE and self.name in self.supervisor.children:
+                late = f"not ready, and no further for {LOADING_S:g} s: killed"
+                self._enter(Doing.STARTING, late)
+                self._late = self.pid
+                self.supervisor.children[self.name].kill()
         may_move = self.up and self._settling is None and self._now() >= self._not_before
         if may_move and self._settled != self._wanted:
             self._settling = asyncio.create_task(self._settle(), name=f"settle {self.name}")
-
-    # Until it is up
-
-    async def _look_for_it(self) -> None:
-        """A process that starts is killed when it gets no further."""
-        found = await self._startup.look(self.pid)
-        if found == Progress.READY:
-            self.up = True
-        elif found == Progress.LATE and self.name in self.supervisor.children:
-            self._enter(Doing.STARTING, f"not ready, and no further for {LOADING_S:g} s: killed")
-            self._late = self.pid
-            self.supervisor.children[self.name].kill()
 
     # From tier to tier
 
@@ -331,22 +329,7 @@ class RoleProcess(Hooks):
             self._trouble_since = now
         return now - self._trouble_since >= UNSETTLED_S
 
-    async def _stop_settling(self) -> None:
-        task = self._settling
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-
     # Its end
-
-    async def _drain(self, reason: str, deadline_s: float) -> None:
-        try:
-            await self._mesh.ref(self.name).call(
-                Resting.drain, Drain(reason), deadline_s=deadline_s
-            )
-        except MeshError as error:
-            # It ends all the same: what it had is in its owners' ledgers.
-            self._mesh.telemetry.log.warning("drain failed", role=self.name, error=str(error))
 
     def _now(self) -> float:
         return self._mesh.clock.monotonic()

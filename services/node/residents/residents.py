@@ -9,7 +9,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from common.api.worker.segments import DropSegment
 from common.api.worker.stats import ResidentStats
@@ -82,7 +81,6 @@ class Tenancy:
             self._news.clear()
 
     async def end(self) -> None:
-        """Ends what runs, as the whole worker stops."""
         if self.process is not None:
             await self.process.stop("the worker ends", leaving=True)
 
@@ -111,23 +109,15 @@ class Tenancy:
                 await self.process.start()
 
     def _made(self, wish: RoleWish, gpus: Sequence[str]) -> RoleProcess | Keeping:
-        around, owner = self._around, self._owner
+        owner = self._owner
 
         def beside() -> dict[int, str]:
             return {child.pid: child.name for child in owner.children}
 
         if wish.keeps:
-            return Keeping(around, wish, self._others_leave, beside)
-        return RoleProcess(
-            around,
-            wish,
-            owner.leases,
-            self._news.set,
-            owner.gone,
-            self._others_leave,
-            beside,
-            gpus,
-        )
+            return Keeping(self._around, wish, self._others_leave, beside)
+        hooks = owner.leases, self._news.set, owner.gone, self._others_leave, beside
+        return RoleProcess(self._around, wish, *hooks, gpus)
 
     def _others_leave(self) -> bool:
         return any(other.leaves for other in self._owner.tenancies if other is not self)
@@ -228,12 +218,7 @@ class Residents:
     async def __aenter__(self) -> Residents:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -290,7 +275,6 @@ class Residents:
 
     @property
     def children(self) -> list[Child]:
-        """The processes that run now."""
         return [child for process in self._processes() for child in process.children]
 
     @property
@@ -299,7 +283,6 @@ class Residents:
         return list(self._tenancies.values())
 
     def stats(self) -> list[ResidentStats]:
-        """Of each resident that has a process."""
         return [
             ResidentStats(
                 process.process[0],
@@ -346,7 +329,6 @@ def _clear(directory: Path, kept: set[str]) -> None:
 
 
 def _reason(process: RoleProcess | Keeping, wish: RoleWish | None) -> str:
-    """Why a process drains, for its log."""
     id, generation = process.process
     if wish is None:
         return f"{id} is gone from the record"

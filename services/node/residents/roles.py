@@ -30,7 +30,6 @@ class RoleWish:
 
     @property
     def name(self) -> str:
-        """The registry name of the process."""
         return names.role_process(self.resident, self.place)
 
     @property
@@ -59,7 +58,6 @@ class RoleWish:
 
     @property
     def absent(self) -> bool:
-        """Whether there should be no process."""
         return self.resident.tier == Tier.ABSENT
 
     @property
@@ -69,7 +67,6 @@ class RoleWish:
 
     @property
     def reported(self) -> Report | None:
-        """What this worker has said last, as the record has it."""
         return self.resident.reports.get(self.rank)
 
     def argv(self, commands: Mapping[str, list[str]]) -> list[str]:

@@ -65,14 +65,13 @@ class GpuRoom:
 
 
 def holders(memory: Memory, ours: Mapping[int, str]) -> str:
-    """Who has a device's memory, in words."""
     parts = []
     for one in memory.holders[:NAMED]:
         who = ours.get(one.pid) or one.name
         size = "an untold number of" if one.bytes is None else str(one.bytes)
         parts.append(f"process {one.pid}{f' ({who})' if who else ''} has {size} bytes")
-    if more := len(memory.holders) - NAMED:
-        parts += [f"{more} more processes have some"] if more > 0 else []
+    if (more := len(memory.holders) - NAMED) > 0:
+        parts.append(f"{more} more processes have some")
     return ", ".join(parts) or "the driver names no process that has it"
 
 

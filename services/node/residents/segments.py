@@ -7,7 +7,6 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from common.api.node import Worker
@@ -40,23 +39,16 @@ class Segments:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for key in list(self._open):
             self.drop(DropSegment(key))
 
     @property
     def bytes(self) -> int:
-        """That all of them may fill."""
         return sum(size for _, size in self._open.values())
 
     @property
     def keys(self) -> list[str]:
-        """Of those that there are."""
         return sorted(self._open)
 
     def make(self, request: MakeSegment) -> Segment:
@@ -72,7 +64,10 @@ class Segments:
                 where=self._where,
                 fix="raise the worker's budget of memory, or let it sleep on disk",
             )
-        if request.bytes + SPARE_BYTES > (left := self._left() - self._promised(request.key)):
+        filled = {key: 512 * os.fstat(fd).st_blocks for key, (fd, _) in self._open.items()}
+        # Others may still fill the rest of theirs; the one of this key gives back what it has.
+        left = self._left() - (others - sum(filled.values()))
+        if request.bytes + SPARE_BYTES > left:
             raise StorageFull(
                 f"{request.key} asks for {request.bytes} bytes of memory, and the host has {left}",
                 where=self._where,
@@ -86,12 +81,6 @@ class Segments:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._open[request.key] = descriptor, request.bytes
         return self._at(request.key)
-
-    def _promised(self, key: str) -> int:
-        """Bytes that others may still fill, less those that one of this key has filled."""
-        filled = {k: 512 * os.fstat(fd).st_blocks for k, (fd, _) in self._open.items()}
-        others = sum(size - filled[k] for k, (_, size) in self._open.items() if k != key)
-        return others - filled.get(key, 0)
 
     def find(self, request: FindSegment) -> Segment:
         """The one of this key; its path is empty if there is none."""

@@ -17,8 +17,6 @@ PAUSED_LOOK_S = 15.0  # between two looks whether its job is paused, while it st
 
 
 class Progress(Enum):
-    """State of a process that starts."""
-
     READY = auto()
     STARTING = auto()
     LATE = auto()  # it has got no further for `LOADING_S`

@@ -50,7 +50,6 @@ class TurnKeeper:
         self.granted = self.killed = 0
 
     def stats(self) -> TurnStats:
-        """Return the residents that have a turn now, and counts of turns so far."""
         held = [held.asked.resident for held in self._order.held]
         return TurnStats(self.granted, self.killed, held)
 
@@ -91,7 +90,9 @@ class TurnKeeper:
         try:
             with contextlib.ExitStack() as said:
                 if not answer.done():
-                    said.enter_context(self._mesh.wait("its turn", on=self._holder(request)))
+                    processes = (held.asked.process for held in self._order.held)
+                    holder = next(processes, request.process)
+                    said.enter_context(self._mesh.wait("its turn", on=holder))
                 held = await answer
         except asyncio.CancelledError:
             if self._answers.get(key) is answer:
@@ -103,19 +104,13 @@ class TurnKeeper:
                 del self._answers[key]
         return GangTurn(request.ticket, held.until - self._mesh.clock.monotonic())
 
-    def give_back(self, request: GiveBack) -> GivenBack:
+    def give_back(self, request: GiveBack) -> None:
         """Ends the turn and all earlier requests of that process."""
         for asked in (*self._order.waiting, *(held.asked for held in self._order.held)):
             mine = (asked.resident, asked.incarnation) == (request.resident, request.incarnation)
             if mine and asked.number <= request.ticket:
                 self._order.give_back(asked.ticket)
         self._go_on()
-        return GivenBack()
-
-    async def end(self, request: EndResident) -> ResidentEnded:
-        """Kills this worker's own process of a resident, for the keeper of its gang."""
-        await self._kill(request.resident, request.generation, request.why)
-        return ResidentEnded()
 
     async def run(self) -> None:
         """Sees to deadlines, for ever."""
@@ -182,11 +177,6 @@ class TurnKeeper:
             if answer is not None and not answer.done() and self._order.holds(asked.ticket):
                 answer.set_result(held)
 
-    def _holder(self, request: TakeTurn) -> str:
-        """Whom a request waits for."""
-        processes = (held.asked.process for held in self._order.held)
-        return next(processes, request.process)
-
     # -- ending ----------------------------------------------------------------------------------
 
     async def _look(self) -> None:
@@ -217,17 +207,18 @@ class TurnKeeper:
             self.killed += 1
             self._mesh.log.error("a turn is overdue", resident=asked.resident, why=why)
             workers = [gang.workers[rank] for rank in sorted(asked.ranks)] if gang else []
-            others = [self._tell(w, asked, why) for w in workers if w != self._worker]
-            await all_of([self._end_own(asked, why), *others])
+            request = EndResident(asked.resident, asked.generation, why)
+            others = [self._tell(w, request) for w in workers if w != self._worker]
+            await all_of([self.end(request), *others])
         self._order.dead(held)
         self._go_on()
 
-    async def _end_own(self, asked: TurnRequest, why: str) -> None:
-        await self._kill(asked.resident, asked.generation, why)
+    async def end(self, request: EndResident) -> None:
+        """Kills this worker's own process of a resident, for the keeper of its gang."""
+        await self._kill(request.resident, request.generation, request.why)
 
-    async def _tell(self, worker: str, asked: TurnRequest, why: str) -> None:
+    async def _tell(self, worker: str, request: EndResident) -> None:
         """A worker that does not answer is lost, and its processes with it."""
-        request = EndResident(asked.resident, asked.generation, why)
         try:
             await self._mesh.ref(worker_process(worker)).call(Worker.end_resident, request)
         except MeshError as error:
@@ -245,11 +236,13 @@ class KeepsTurns(Actor):
 
     @call(Worker.give_back)
     def give_back(self, request: GiveBack) -> GivenBack:
-        return self.turns.give_back(request)
+        self.turns.give_back(request)
+        return GivenBack()
 
     @call(Worker.end_resident)
     async def end_resident(self, request: EndResident) -> ResidentEnded:
-        return await self.turns.end(request)
+        await self.turns.end(request)
+        return ResidentEnded()
 
 
 def _ticket(request: TakeTurn) -> str:

@@ -9,9 +9,8 @@ request that is ahead keeps its ranks even while they are not all free.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 FUNCTIONS = ("generate", "score", "train_step", "warm_start", "sync", "save")
 
@@ -34,8 +33,6 @@ class Leases:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A resident's request for a turn."""
-
     ticket: str  # its own name, which no other request has
     resident: str
     generation: int
@@ -50,65 +47,28 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class GrantedTurn:
-    """A turn that was granted."""
-
     asked: TurnRequest
     since: float
     until: float  # its holder is killed then
 
 
-class TurnPolicy(Protocol):
-    """In which order requests are considered; HRRS can take a round robin's place."""
+class TurnOrder:
+    """Requests, turns and their deadlines. Times are of whatever clock the caller has.
 
-    def asked(self, asked: TurnRequest, now: float) -> None:
-        """Hears of each request."""
-
-    def order(self, waiting: Sequence[TurnRequest], now: float) -> list[TurnRequest]:
-        """All of `waiting`, first come those that go first."""
-
-    def granted(self, asked: TurnRequest, now: float) -> None:
-        """Hears of each grant."""
-
-    def keep(self, residents: Collection[str]) -> None:
-        """There are only these residents any more."""
-
-
-class RoundRobin:
-    """Who was served longest ago goes first. A new resident counts as served just now: one that
-    dies and comes again gains nothing.
+    The resident that was served longest ago goes first. A new one counts as served just now: one
+    that dies and comes again gains nothing.
     """
 
-    def __init__(self) -> None:
-        self._served: dict[str, int] = {}
-        self._grants = 0
-
-    def asked(self, asked: TurnRequest, now: float) -> None:
-        self._served.setdefault(asked.resident, self._grants)
-
-    def order(self, waiting: Sequence[TurnRequest], now: float) -> list[TurnRequest]:
-        return sorted(waiting, key=lambda asked: self._served[asked.resident])
-
-    def granted(self, asked: TurnRequest, now: float) -> None:
-        self._grants += 1
-        self._served[asked.resident] = self._grants
-
-    def keep(self, residents: Collection[str]) -> None:
-        self._served = {r: at for r, at in self._served.items() if r in residents}
-
-
-class TurnOrder:
-    """Requests, turns and their deadlines. Times are of whatever clock the caller has."""
-
-    def __init__(self, leases: Leases | None = None, policy: TurnPolicy | None = None) -> None:
+    def __init__(self, leases: Leases | None = None) -> None:
         self._leases = leases or Leases()
-        self._policy: TurnPolicy = policy or RoundRobin()
+        self._served: dict[str, int] = {}  # by resident: the number of its last grant
+        self._grants = 0
         self._waiting: dict[str, TurnRequest] = {}  # by ticket, in the order of asking
         self._held: dict[str, GrantedTurn] = {}  # by ticket
         self._ending: set[str] = set()  # tickets of holders that are being killed
 
     @property
     def waiting(self) -> tuple[TurnRequest, ...]:
-        """Requests that have no turn yet."""
         return tuple(self._waiting.values())
 
     @property
@@ -125,7 +85,7 @@ class TurnOrder:
                 self._drop(other.ticket)
         if asked.ticket not in self._held and asked.ticket not in self._waiting:
             self._waiting[asked.ticket] = asked
-            self._policy.asked(asked, now)
+            self._served.setdefault(asked.resident, self._grants)
 
     def holds(self, ticket: str) -> GrantedTurn | None:
         """The turn of this request, unless it waits, is void, or its holder is being killed."""
@@ -154,16 +114,17 @@ class TurnOrder:
         for ticket, held in self._held.items():
             if generations.get(held.asked.resident) != held.asked.generation:
                 self._held[ticket] = replace(held, until=min(held.until, until))
-        self._policy.keep(generations.keys())
+        self._served = {r: at for r, at in self._served.items() if r in generations}
 
     def grant(self, now: float) -> list[GrantedTurn]:
         """Gives turns to all who can have one now."""
         taken = frozenset[int]().union(*(held.asked.ranks for held in self._held.values()))
         granted = []
-        for asked in self._policy.order(self.waiting, now):
+        for asked in sorted(self.waiting, key=lambda asked: self._served[asked.resident]):
             if not taken & asked.ranks:
                 del self._waiting[asked.ticket]
-                self._policy.granted(asked, now)
+                self._grants += 1
+                self._served[asked.resident] = self._grants
                 held = GrantedTurn(asked, now, now + self._leases.lasts_s(asked.estimate_s))
                 self._held[asked.ticket] = held
                 granted.append(held)
@@ -183,7 +144,6 @@ class TurnOrder:
         return late
 
     def dead(self, held: GrantedTurn) -> None:
-        """The holder of an overdue turn is dead."""
         self._drop(held.asked.ticket)
 
     def due(self) -> float:
@@ -192,11 +152,9 @@ class TurnOrder:
             (h.until for t, h in self._held.items() if t not in self._ending), default=math.inf
         )
 
-    def _all(self) -> list[TurnRequest]:
-        return [*self._waiting.values(), *(held.asked for held in self._held.values())]
-
     def _of(self, resident: str) -> list[TurnRequest]:
-        return [asked for asked in self._all() if asked.resident == resident]
+        every = [*self._waiting.values(), *(held.asked for held in self._held.values())]
+        return [asked for asked in every if asked.resident == resident]
 
     def _drop(self, ticket: str) -> bool:
         self._ending.discard(ticket)
