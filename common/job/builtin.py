@@ -75,9 +75,6 @@ def is_mcp(use: str) -> bool:
 
 def jailed(uses: list[str]) -> list[str]:
     """The names among `uses` that run code which the model wrote."""
-    found: list[str] = []
-    for use in uses:
-        tool, reward = TOOLS.get(use), REWARDS.get(use)
-        if (tool is not None and tool.jailed) or (reward is not None and reward.jailed):
-            found.append(use)
-    return found
+    run = {name for name, tool in TOOLS.items() if tool.jailed}
+    run |= {name for name, reward in REWARDS.items() if reward.jailed}
+    return [use for use in uses if use in run]

@@ -30,11 +30,9 @@ def bracket(config: JobConfig, tag: str, version: int) -> EvaluationPlan | None:
     """The evaluation before or after training, as `tag` says; None: the job wants none."""
     plan = config.evaluation
     wanted = plan.before if tag == BEFORE else plan.after
-    return (
-        EvaluationPlan(tag, version, ("sampled", "greedy"))
-        if wanted and measurable(config)
-        else None
-    )
+    if not wanted or not measurable(config):
+        return None
+    return EvaluationPlan(tag, version, ("sampled", "greedy"))
 
 
 def measurable(config: JobConfig) -> bool:
@@ -68,13 +66,8 @@ def figures(config: EvaluationConfig, held_out: bool) -> list[str]:
     """The names of all figures of a job; `held_out`: it has that set."""
     found = [SAMPLED, GREEDY] if held_out else []
     for dataset in config.datasets:
-        found += figures_of(dataset)
+        found += [f"{dataset.name}.mean", *(f"{dataset.name}.pass@{k}" for k in dataset.pass_at)]
     return found
-
-
-def figures_of(dataset: EvaluationDataset) -> list[str]:
-    """The names of one dataset's figures: `NAME.mean` and each `NAME.pass@k`."""
-    return [f"{dataset.name}.mean", *(f"{dataset.name}.pass@{k}" for k in dataset.pass_at)]
 
 
 def pass_at(k: int, samples: int, right: int) -> float:

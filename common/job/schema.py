@@ -195,12 +195,9 @@ def _order(document: Any, error: ErrorDetails) -> tuple[bool, list[int]]:
             places.append([*document, part].index(part))
         elif isinstance(part, int):
             places.append(part)
-        document = document[part] if _holds(document, part) else None
+        held = isinstance(part, int) or (isinstance(document, dict) and part in document)
+        document = document[part] if held else None
     return error["type"] != "unexpected_keyword_argument", places
-
-
-def _holds(document: Any, part: int | str) -> bool:
-    return isinstance(part, int) or (isinstance(document, dict) and part in document)
 
 
 def _many(kind: Any) -> str:

@@ -87,7 +87,10 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
 def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
     document = config.document()
     copy_modules(config, base, staging / "modules")
-    drawn = _of_taskset(config, staging / "modules")
+    drawn: dict[str, list[str]] = {}  # the tasks of a job that trains on a taskset
+    if config.environment.verifiers and not config.dataset.train:
+        held_out, train = tasksets.tasks(config, staging / "modules")
+        drawn = {"dataset.train": train, "dataset.held_out": held_out}
     for file in named_files(config):
         target = staging / file.place
         if lines := drawn.get(file.key):
@@ -107,14 +110,6 @@ def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
                     _copy(source, target / source.name)
         put(document, file.key, file.place)
     return document
-
-
-def _of_taskset(config: JobConfig, modules: Path) -> dict[str, list[str]]:
-    """The tasks, by the key of the dataset that they are, of a job that trains on a taskset."""
-    if not config.environment.verifiers or config.dataset.train:
-        return {}
-    held_out, train = tasksets.tasks(config, modules)
-    return {"dataset.train": train, "dataset.held_out": held_out}
 
 
 def copy_modules(config: JobConfig, base: Path, target: Path) -> None:

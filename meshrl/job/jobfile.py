@@ -60,7 +60,9 @@ def again(document: dict[str, Any], overrides: list[str]) -> tuple[JobFile, dict
     places = {apply_override(held, override): f"--set {override}" for override in overrides}
     fail = partial(reading.mistake, Path("the run"), places)
     config = _absolute(JOB.validated(held, fail), Path.cwd())
-    found = JobFile(in_bundle(config, Path(bundle["dir"])), Path(bundle["dir"]) / "modules", fail)
+    home = Path(bundle["dir"])
+    config_here = with_paths(config, lambda file: str(home / file.path))
+    found = JobFile(config_here, home / "modules", fail)
     all_checks.check_changed(found)
     return found, config.document() | {"bundle": bundle}
 
@@ -85,11 +87,6 @@ def apply_override(document: dict[str, Any], override: str) -> str:
             raise ConfigError(f"--set {override}: {table} of {key} is not a table")
     place[last] = value
     return key
-
-
-def in_bundle(config: JobConfig, bundle: Path) -> JobConfig:
-    """The job of a run, with the absolute paths of the files in its bundle."""
-    return with_paths(config, lambda file: str(bundle / file.path))
 
 
 def _checked(

@@ -28,7 +28,6 @@ class JobFile:
     given: Mapping[str, Any] = field(default_factory=dict)  # the tables and keys of the file
 
     def with_config(self, config: JobConfig) -> JobFile:
-        """Return the same file with another configuration."""
         return replace(self, config=config)
 
     @contextmanager
@@ -50,7 +49,6 @@ class JobFile:
 
     @property
     def scored_datasets(self) -> list[tuple[str, Path]]:
-        """The datasets whose rows are scored."""
         return [(key, path) for key, path in self.datasets if not self.learns(key)]
 
     def learns(self, key: str) -> bool:
@@ -59,7 +57,6 @@ class JobFile:
 
     @property
     def models(self) -> list[NamedFile]:
-        """The directories of models that the job names."""
         return [file for file in named_files(self.config) if file.has_model and file.path]
 
     @property
@@ -72,5 +69,4 @@ Check = Callable[[JobFile], None]
 
 
 def at(config: Any, key: str) -> Any:
-    """Return the value of a dotted key."""
     return attrgetter(key)(config)

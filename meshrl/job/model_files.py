@@ -50,5 +50,4 @@ def shape_at(path: str, described: dict[str, Any]) -> ModelConfig:
 
 
 def size(config: JobConfig) -> int:
-    """How many parameters the job's model has."""
     return shape(config).parameters

@@ -9,7 +9,6 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.base.errors import ConfigError
@@ -19,13 +18,6 @@ from meshrl.job.loaded import at
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")
 _REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)\Z")
-
-
-@dataclass(frozen=True)
-class Reference:
-    module: str
-    function: str
-    path: Path | None  # the module's file beside the job file; None: an installed module
 
 
 def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
@@ -39,8 +31,10 @@ def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield key, use
 
 
-def resolve(text: str, base: Path) -> Reference:
-    """The reference `text` names, looked for beside the job file (`base`), then if installed."""
+def check_reference(text: str, base: Path) -> None:
+    """ConfigError unless what `text` names is beside the job file (`base`), or else its module is
+    installed.
+    """
     match = _REFERENCE.match(text)
     if not match:
         raise ConfigError(f"{text!r} is not of the form module:function")
@@ -54,14 +48,13 @@ def resolve(text: str, base: Path) -> Reference:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             looked = module.replace(".", "/") + ".py"
             raise ConfigError(f"there is no module {module!r}: {base / looked} does not exist")
-        return Reference(module, function, None)
+        return
     names = set(top_level_names(parse(path)))
     if function not in names and "*" not in names:
         public = sorted(n for n in names if not n.startswith("_"))
         raise ConfigError(
             f"{path} defines no {function!r}; it has {', '.join(public) or 'nothing'}"
         )
-    return Reference(module, function, path)
 
 
 def module_file(base: Path, module: str) -> Path | None:

@@ -25,8 +25,6 @@ ANSWER = "answer"  # the row's key, and the group of a pattern, that rewards com
 
 @dataclass(frozen=True)
 class Needed:
-    """A key of the rows that a reward reads."""
-
     key: str
     by: str  # what reads it, for messages
     setting: str  # the key of the job file that names the reward
@@ -106,7 +104,9 @@ def read_always(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
             always = [getattr(statement, first)] if first else []
             yield from _keys(always, row)
             if any(isinstance(node, ast.Return) for node in ast.walk(statement)) and any(
-                _names(part, row) for part in always
+                isinstance(node, ast.Name) and node.id == row
+                for part in always
+                for node in ast.walk(part)
             ):
                 return
             continue
@@ -143,10 +143,6 @@ def _subscript(node: ast.AST, row: str) -> TypeGuard[ast.Subscript]:
         and isinstance(node.value, ast.Name)
         and node.value.id == row
     )
-
-
-def _names(part: ast.AST, row: str) -> bool:
-    return any(isinstance(node, ast.Name) and node.id == row for node in ast.walk(part))
 
 
 def _looks(statement: ast.stmt, row: str) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,25 @@ def read(path: Path, prompt: str = "", *, chat: bool = False) -> Iterator[Datase
         if prompt:
             _prompted(row, prompt, chat)
         yield row
+
+
+class TimedRows:
+    """Rows of several datasets, which share a time by parts of the same length."""
+
+    def __init__(self, datasets: Sequence[tuple[str, Path]], look_s: float) -> None:
+        self._datasets, self._look_s = datasets, look_s
+        self.partly = False  # there were more rows than time
+
+    def __iter__(self) -> Iterator[tuple[str, DatasetRow]]:
+        """Yield (key of the dataset, row)."""
+        until = time.monotonic()
+        for key, path in self._datasets:
+            until += self._look_s / len(self._datasets)
+            for number, row in enumerate(read(path)):
+                if number and time.monotonic() > until:
+                    self.partly = True
+                    break
+                yield key, row
 
 
 def _prompted(row: DatasetRow, prompt: str, chat: bool) -> None:

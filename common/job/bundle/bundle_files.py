@@ -36,8 +36,9 @@ def check(directory: Path, files: Files, below: str = "", *, large: bool = False
     all. Weights are read for it only if `large`; extra files, such as what Python has compiled, are
     not looked at. Refused for a bundle that an earlier version packed.
     """
-    chosen = {n: f for n, f in files.items() if not below or _lies(n, below)}
-    for name, (size, packed) in chosen.items():
+    for name, (size, packed) in files.items():
+        if below and name != below and not name.startswith(f"{below}/"):
+            continue
         check_digest(packed, str(directory))
         path = directory / name
         if not path.is_file():
@@ -52,10 +53,6 @@ def of(document: Mapping[str, Any]) -> Files:
     """The files that a job's document lists; none in a document from before they were."""
     found: Files = document["bundle"].get("files", {})
     return found
-
-
-def _lies(name: str, below: str) -> bool:
-    return name == below or name.startswith(f"{below}/")
 
 
 def folder(path: str) -> str:

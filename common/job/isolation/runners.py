@@ -58,8 +58,10 @@ class Runner:
 
     def start(self, place: Path, name: str, inside: list[str]) -> list[str]:
         """What starts the container `name`: of the bundle at `place`, or one that runs `inside`."""
-        if self.runsc:
-            return [*self._runsc(place), "run", "--bundle", str(place), name]
+        if self.runsc:  # ours come last: of a flag that is given twice, the last counts
+            rootless = ["--rootless"] if os.getuid() else []
+            flags = [*RUNSC_FLAGS, *rootless, "--root", str(place / "state")]
+            return [*self.command, *flags, "run", "--bundle", str(place), name]
         if self._template:
             return [w.replace(BUNDLE, str(place)).replace(NAME, name) for w in self.command]
         return [*(word.replace(NAME, name) for word in self.command), *inside]
@@ -73,9 +75,3 @@ class Runner:
             words = [w.replace(BUNDLE, str(place)).replace(NAME, name) for w in before]
             return [*words, "delete", "--force", name]
         return []
-
-    def _runsc(self, place: Path) -> list[str]:
-        """Ours come last: of a flag that is given twice, the last counts."""
-        rootless = ["--rootless"] if os.getuid() else []
-        state = ["--root", str(place / "state")]
-        return [*self.command, *RUNSC_FLAGS, *rootless, *state]

@@ -1,16 +1,18 @@
-"""A TOML file as people write it: read with the line of each key, for what is to be said of one."""
+"""A TOML file as people write it: read with the line of each key, for what is to be said of one.
+`tomllib` does not tell these lines.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
-from meshrl.job.toml.lines import key_lines, line_of
 
+_PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*""")
 _ONCE = "A key or table of that name stands above: keep one of them"
 _SYNTAX_FIXES = {  # by how tomllib's message begins
     "Cannot overwrite": _ONCE,
@@ -53,3 +55,83 @@ def _syntax(path: Path, text: str, wrong: str) -> ConfigError:
         return ConfigError(f"{path}: {wrong}", fix=fix)
     line = text.split("\n")[int(place[2]) - 1].strip()
     return ConfigError(f"{path}, {place[1]}: {wrong[: place.start()]}: {line}", fix=fix)
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Dotted key -> line number (from 1) of every table header and every `key =` at a line's start.
+
+    The tables of `[[list]]` are `list[0]`, `list[1]` and so on. Keys inside inline tables are not
+    listed; `line_of` falls back to their parent.
+    """
+    found: dict[str, int] = {}
+    rows: dict[str, int] = {}  # tables of each list so far
+    table = ""
+    for number, line in _statements(text):
+        stripped = line.strip()
+        if stripped.startswith("["):
+            table = ""
+            for part in _parts(stripped.lstrip("[")):
+                name = f"{table}.{part}" if table else part
+                table = f"{name}[{rows[name] - 1}]" if name in rows else name
+            if stripped.startswith("[["):
+                found.setdefault(name, number)
+                rows[name] = rows.get(name, 0) + 1
+                table = f"{name}[{rows[name] - 1}]"
+            found.setdefault(table, number)
+        elif parts := _parts(stripped):
+            found.setdefault(".".join(([table] if table else []) + parts), number)
+    return found
+
+
+def line_of(lines: dict[str, int], key: str) -> int:
+    """The line of `key`, or of its closest parent that has one; 0 when none has."""
+    while key:
+        if key in lines:
+            return lines[key]
+        key = key[: max(key.rfind("."), key.rfind("["), 0)]
+    return 0
+
+
+def _parts(text: str) -> list[str]:
+    parts: list[str] = []
+    position = 0
+    while match := _PART.match(text, position):
+        parts.append(next(group for group in match.groups() if group is not None))
+        position = match.end()
+        if position >= len(text) or text[position] != ".":
+            break
+        position += 1
+    return parts
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Lines that begin a statement: not inside a multi-line string or an unfinished array."""
+    quote, depth = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if not quote and depth == 0 and line.strip() and not line.lstrip().startswith("#"):
+            yield number, line
+            if line.lstrip().startswith("["):
+                continue
+        quote, depth = _scan(line, quote, depth)
+
+
+def _scan(line: str, quote: str, depth: int) -> tuple[str, int]:
+    """Follow strings and brackets through a line: (open multi-line quote, brackets) at its end."""
+    i = 0
+    while i < len(line):
+        if quote:
+            if line.startswith(quote, i):
+                i, quote = i + len(quote), ""
+            else:
+                i += 2 if line[i] == "\\" and quote[0] == '"' else 1
+            continue
+        char = line[i]
+        if char == "#":
+            break
+        if char in "\"'":
+            quote = char * 3 if line.startswith(char * 3, i) else char
+            i += len(quote)
+            continue
+        depth += (char in "[{") - (char in "]}")
+        i += 1
+    return (quote if len(quote) == 3 else ""), max(depth, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import zmq
@@ -18,7 +17,8 @@ from meshrl.launch.services import plan
 
 def bind(job: JobFile) -> None:
     """Every process of the job's mesh finds a port."""
-    _named(job, "mesh.bind", lambda: listens(job.config.mesh.bind))
+    with job.naming("mesh.bind"):
+        listens(job.config.mesh.bind)
 
 
 def metrics(job: JobFile) -> None:
@@ -27,14 +27,8 @@ def metrics(job: JobFile) -> None:
     # A worker and its role process each serve their own.
     processes = len(plan.services_of(config)) + 2 * config.mesh.workers
     processes += config.rollout.shards + config.sandboxes
-    _named(job, "mesh.metrics", lambda: serves(config.mesh.metrics, processes))
-
-
-def _named(job: JobFile, key: str, look: Callable[[], None]) -> None:
-    try:
-        look()
-    except ConfigError as error:
-        raise job.fail(key, f"{key}: {error.message}", error.fix) from error
+    with job.naming("mesh.metrics"):
+        serves(config.mesh.metrics, processes)
 
 
 def reachable(where: str, advertise: str = "") -> str:
@@ -57,7 +51,6 @@ def reachable(where: str, advertise: str = "") -> str:
 
 
 def resolved(host: str) -> str:
-    """The address of a host that is named, in numbers; NoWay."""
     try:
         return socket.gethostbyname(host)
     except OSError as error:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from meshrl.job.checks.machine import all_checks as checks
 from meshrl.job.checks.machine import devices, programs
-from meshrl.job.loaded import JobFile
+from meshrl.job.checks.machine.together import raise_all
+from meshrl.job.loaded import Check, JobFile
 from meshrl.launch.checks import redis_server
 from meshrl.launch.checks.addresses import bind, metrics
 
-OF_THE_MESH: tuple[checks.Check, ...] = (devices.present, bind, metrics, redis_server.answers)
-OF_THE_HOST: tuple[checks.Check, ...] = (programs.isolation,)  # the mesh has this one alone
+OF_THE_MESH: tuple[Check, ...] = (devices.present, bind, metrics, redis_server.answers)
+OF_THE_HOST: tuple[Check, ...] = (programs.isolation,)  # the mesh has this one alone
 
 
 def check(job: JobFile) -> None:
@@ -21,4 +22,4 @@ def check(job: JobFile) -> None:
 
 def check_mesh(job: JobFile) -> None:
     """Check the mesh alone, for a job that has begun."""
-    checks.raise_failures(OF_THE_MESH, job)
+    raise_all(checks.failures(OF_THE_MESH, job))

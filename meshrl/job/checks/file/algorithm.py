@@ -30,19 +30,14 @@ def check(job: JobFile) -> None:
 def _correction(job: JobFile) -> None:
     chosen = job.config.algorithm
     if job.config.supervised and chosen.correction != "none":
-        raise job.fail(
-            "algorithm.correction",
-            f"no policy sampled the answers of {chosen.name}: there is nothing to correct for",
-            "Set algorithm.correction to 'none'",
-        )
+        wrong = f"no policy sampled the answers of {chosen.name}: there is nothing to correct for"
+        raise job.fail("algorithm.correction", wrong, "Set algorithm.correction to 'none'")
     low, high = bounds(chosen)
     if high < low:
         given = "low" if chosen.correction_high < 0 else "high"
-        raise job.fail(
-            f"algorithm.correction_{given}",
-            f"the largest weight of a correction, {high:g}, is below the lowest, {low:g}",
-            "Raise algorithm.correction_high, or lower algorithm.correction_low",
-        )
+        wrong = f"the largest weight of a correction, {high:g}, is below the lowest, {low:g}"
+        fix = "Raise algorithm.correction_high, or lower algorithm.correction_low"
+        raise job.fail(f"algorithm.correction_{given}", wrong, fix)
 
 
 def _filters(job: JobFile) -> None:
@@ -61,8 +56,5 @@ def _filters(job: JobFile) -> None:
             "Set algorithm.correction, as to 'tis', or sample without filters",
         )
     if chosen.kl_coefficient and chosen.kl_in == "reward":
-        raise job.fail(
-            used[0],
-            f"with {used[0]} a divergence in the reward would also count what it leaves out",
-            "Set algorithm.kl_in to 'loss', or sample without filters",
-        )
+        wrong = f"with {used[0]} a divergence in the reward would also count what it leaves out"
+        raise job.fail(used[0], wrong, "Set algorithm.kl_in to 'loss', or sample without filters")

@@ -65,7 +65,6 @@ def completed(job: JobFile) -> JobFile:
 
 
 def check(job: JobFile) -> None:
-    """Check all that a job file says."""
     for one in NUMBERS + FILES + SHAPES:
         one(job)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from meshrl.job.loaded import JobFile
 from meshrl.job.model_files import shape
 
@@ -17,22 +15,17 @@ def degrees(job: JobFile) -> None:
     given = rollout.tensor_parallel
     if not given:
         raise job.fail(KEY, f"{KEY} is empty", "Set [1], or the degrees that engines may have")
-    if wrong := [degree for degree in given if degree & (degree - 1)]:
-        raise job.fail(KEY, f"{KEY} has {wrong[0]}, which is no power of two")
+    if odd := [degree for degree in given if degree & (degree - 1)]:
+        raise job.fail(KEY, f"{KEY} has {odd[0]}, which is no power of two")
     if max(given) == 1:
         return
     if rollout.engine != "sglang" and not rollout.pace:
-        raise job.fail(
-            KEY,
-            f"{KEY} has {max(given)}, and the built-in engine computes on one worker",
-            'Set rollout.engine = "sglang", or rollout.pace to imitate an accelerator',
-        )
-    if flag := _flag(rollout.sglang_options):
-        raise job.fail(
-            "rollout.sglang_options",
-            f"rollout.sglang_options has {flag}, which {KEY} says already",
-            "Leave it out",
-        )
+        wrong = f"{KEY} has {max(given)}, and the built-in engine computes on one worker"
+        fix = 'Set rollout.engine = "sglang", or rollout.pace to imitate an accelerator'
+        raise job.fail(KEY, wrong, fix)
+    if flag := next((o for o in rollout.sglang_options if o.partition("=")[0] in OF_SGLANG), ""):
+        wrong = f"rollout.sglang_options has {flag}, which {KEY} says already"
+        raise job.fail("rollout.sglang_options", wrong, "Leave it out")
 
 
 def divides(job: JobFile) -> None:
@@ -51,7 +44,3 @@ def divides(job: JobFile) -> None:
                 "keys and values cannot be divided among so many workers",
                 "Leave that degree out",
             )
-
-
-def _flag(options: Sequence[str]) -> str:
-    return next((o for o in options if o.partition("=")[0] in OF_SGLANG), "")

@@ -33,11 +33,8 @@ def check(job: JobFile) -> None:
     if zebra.auto:
         _check_auto(job)
     if keys[PACE] and training.ranks == 1:
-        raise job.fail(
-            PACE,
-            f"{PACE} = {training.pace!r} is of ranks of a mixture, and training.ranks is 1",
-            "Raise training.ranks, or set it to TOKENS_PER_S/UPDATE_MS",
-        )
+        wrong = f"{PACE} = {training.pace!r} is of ranks of a mixture, and training.ranks is 1"
+        raise job.fail(PACE, wrong, "Raise training.ranks, or set it to TOKENS_PER_S/UPDATE_MS")
 
 
 def _check_split(job: JobFile, model: ModelConfig) -> None:
@@ -58,17 +55,11 @@ def _check_auto(job: JobFile) -> None:
     key, training = f"{ZEBRA}.auto", job.config.training
     if training.zebra.attention or training.zebra.hosted:
         given = "attention" if training.zebra.attention else "hosted"
-        raise job.fail(
-            f"{ZEBRA}.{given}",
-            f"{ZEBRA}.{given} is set beside {key}, which has the planner find it",
-            "Leave one of them out",
-        )
+        wrong = f"{ZEBRA}.{given} is set beside {key}, which has the planner find it"
+        raise job.fail(f"{ZEBRA}.{given}", wrong, "Leave one of them out")
     if training.ranks == 1:
-        raise job.fail(
-            "training.ranks",
-            f"{key} divides ranks between two kinds of accelerators, and training.ranks is 1",
-            "Raise it, or leave training.zebra out",
-        )
+        wrong = f"{key} divides ranks between two kinds of accelerators, and training.ranks is 1"
+        raise job.fail("training.ranks", wrong, "Raise it, or leave training.zebra out")
     _check_trains(job, key)
 
 
@@ -92,34 +83,24 @@ def _check_given(job: JobFile, model: ModelConfig) -> None:
 def _check_trains(job: JobFile, key: str) -> None:
     """Such a gang can train what the job does."""
     if job.config.algorithm.name == "ppo":
-        raise job.fail(
-            "algorithm.name",
-            f"{ZEBRA} trains no critic, and ppo has one",
-            "Choose an algorithm without one, or leave training.zebra out",
-        )
+        wrong = f"{ZEBRA} trains no critic, and ppo has one"
+        fix = "Choose an algorithm without one, or leave training.zebra out"
+        raise job.fail("algorithm.name", wrong, fix)
     if job.config.training.pace and declared_pace(job.config.training.pace) is None:
-        raise job.fail(
-            PACE,
-            f"{PACE} is of one kind of accelerators, and {ZEBRA} has two",
-            "Set it to declared/SCALE, by which each rank has the pace of its own accelerator",
-        )
+        wrong = f"{PACE} is of one kind of accelerators, and {ZEBRA} has two"
+        fix = "Set it to declared/SCALE, by which each rank has the pace of its own accelerator"
+        raise job.fail(PACE, wrong, fix)
     if job.config.lora.rank:
-        raise job.fail(
-            key,
-            f"{ZEBRA} trains whole weights, and lora.rank = {job.config.lora.rank}",
-            "Leave one of them out: adapters need no ranks for experts",
-        )
+        wrong = f"{ZEBRA} trains whole weights, and lora.rank = {job.config.lora.rank}"
+        raise job.fail(key, wrong, "Leave one of them out: adapters need no ranks for experts")
 
 
 def _check_hosted(job: JobFile, model: ModelConfig) -> None:
     zebra, layers = job.config.training.zebra, len(model.sparse_layers)
     key, hosted = f"{ZEBRA}.hosted", zebra.hosted
     if len(hosted) not in (0, 1, layers):
-        raise job.fail(
-            key,
-            f"{key} has {len(hosted)} numbers, and the model {layers} mixture layers",
-            "Give one for each of them, or one for all",
-        )
+        wrong = f"{key} has {len(hosted)} numbers, and the model {layers} mixture layers"
+        raise job.fail(key, wrong, "Give one for each of them, or one for all")
     most = max(hosted, default=0) * zebra.attention
     if most > model.experts:
         raise job.fail(
@@ -133,8 +114,6 @@ def _check_hosted(job: JobFile, model: ModelConfig) -> None:
         job.config.training.ranks,
     )
     if left < ranks - zebra.attention:
-        raise job.fail(
-            "training.ranks",
-            f"{ranks - zebra.attention} ranks would share {left} experts of a layer",
-            "Lower training.ranks, or raise training.zebra.attention",
-        )
+        wrong = f"{ranks - zebra.attention} ranks would share {left} experts of a layer"
+        fix = "Lower training.ranks, or raise training.zebra.attention"
+        raise job.fail("training.ranks", wrong, fix)

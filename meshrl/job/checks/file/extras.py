@@ -20,8 +20,10 @@ def check(job: JobFile) -> None:
     """Refuse what would otherwise end the job after it has begun."""
     config = job.config
     for name in wanted_trackers(config):
-        with job.naming(f"tracking.{name}"):
-            require_tracker(name)
+        if importlib.util.find_spec(name) is None:
+            key = f"tracking.{name}"
+            wrong = f"{key}: the package {name} is not installed"
+            raise job.fail(key, wrong, f"`{sys.executable} -m pip install 'meshrl[tracking]'`")
     if config.mesh.metrics != OFF:
         with job.naming("mesh.metrics"):
             ports(config.mesh.metrics, "mesh.metrics")
@@ -34,14 +36,4 @@ def check(job: JobFile) -> None:
 
 
 def wanted_trackers(config: JobConfig) -> list[str]:
-    """The trackers that a job asks for."""
     return [name for name in TRACKERS if getattr(config.tracking, name)]
-
-
-def require_tracker(name: str) -> None:
-    """ConfigError, with the command that installs it, when a tracker's package is not there."""
-    if importlib.util.find_spec(name) is None:
-        raise ConfigError(
-            f"tracking.{name}: the package {name} is not installed",
-            fix=f"`{sys.executable} -m pip install 'meshrl[tracking]'`",
-        )

@@ -27,11 +27,8 @@ def model(job: JobFile) -> None:
     if not own.path and not own.config:
         raise job.fail("model", "no model", "Set model.path, or [model.config] for a new one")
     if not (tokenizer := own.tokenizer_file).is_file():
-        raise job.fail(
-            "model.tokenizer",
-            f"model.tokenizer: there is no tokenizer at {tokenizer}",
-            _convert(tokenizer.parent),
-        )
+        wrong = f"model.tokenizer: there is no tokenizer at {tokenizer}"
+        raise job.fail("model.tokenizer", wrong, _convert(tokenizer.parent))
 
 
 def _convert(directory: Path) -> str:
@@ -122,11 +119,9 @@ def taskset(job: JobFile) -> None:
     if not environment.chat:
         raise job.fail("environment.verifiers", "environment.verifiers takes environment.chat")
     if not os.access(environment.python, os.X_OK) or not Path(environment.python).is_file():
-        raise job.fail(
-            "environment.python",
-            f"there is no interpreter at {environment.python or 'environment.python'}",
-            "Name one of an environment that `pip install verifiers==0.4.0` was run in",
-        )
+        wrong = f"there is no interpreter at {environment.python or 'environment.python'}"
+        fix = "Name one of an environment that `pip install verifiers==0.4.0` was run in"
+        raise job.fail("environment.python", wrong, fix)
 
 
 def rewards(job: JobFile) -> None:
@@ -138,7 +133,6 @@ def rewards(job: JobFile) -> None:
 
 
 def references_of_all(job: JobFile) -> None:
-    """Check that each function which the job names is there."""
     for key, reference in references.all_references(job.config):
         with job.naming(key, WHOLE):
-            references.resolve(reference, job.base)
+            references.check_reference(reference, job.base)

@@ -35,11 +35,9 @@ def judge(job: JobFile) -> None:
         shown = Url.of(judge.use).place
         raise job.fail(use, f"reward.judge.use = {shown!r} is neither 'model' nor a URL")
     elif Url.of(judge.use).place.rstrip("/") != judge.use.rstrip("/"):
-        raise job.fail(
-            use,
-            "a URL with a user, a password or a query in it would stand in the run's files",
-            "Put the key into an environment variable and name that in reward.judge.key",
-        )
+        wrong = "a URL with a user, a password or a query in it would stand in the run's files"
+        fix = "Put the key into an environment variable and name that in reward.judge.key"
+        raise job.fail(use, wrong, fix)
     elif not judge.model:
         raise job.fail(use, "reward.judge.model is missing")
     if judge.key and judge.key not in os.environ:
@@ -72,8 +70,6 @@ def evaluation(job: JobFile) -> None:
             raise job.fail(key, f"{key} = {d.pass_at} must lie in 1 to samples = {d.samples}")
     offered = figures(evaluation, bool(config.dataset.held_out or config.environment.verifiers))
     if evaluation.best and evaluation.best not in offered:
-        raise job.fail(
-            "evaluation.best",
-            f"evaluation.best = {evaluation.best!r} is no figure of this job",
-            f"there are {', '.join(offered) or 'none: name dataset.held_out'}",
-        )
+        wrong = f"evaluation.best = {evaluation.best!r} is no figure of this job"
+        fix = f"there are {', '.join(offered) or 'none: name dataset.held_out'}"
+        raise job.fail("evaluation.best", wrong, fix)

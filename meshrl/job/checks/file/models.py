@@ -13,11 +13,9 @@ def declared(job: JobFile) -> None:
     """Check the frozen models, and that those are there which the algorithm compares with."""
     config, declared = job.config, job.config.models.declared
     if config.algorithm.kl_coefficient and "reference" not in declared:
-        raise job.fail(
-            "algorithm.kl_coefficient",
-            "algorithm.kl_coefficient compares with models.reference, which the job has not",
-            f"Set models.reference.path, to {INITIAL!r} or a directory",
-        )
+        wrong = "algorithm.kl_coefficient compares with models.reference, which the job has not"
+        fix = f"Set models.reference.path, to {INITIAL!r} or a directory"
+        raise job.fail("algorithm.kl_coefficient", wrong, fix)
     if config.algorithm.name == "distill" and "teacher" not in declared:
         raise job.fail(
             "algorithm.name", "distill learns from models.teacher, which the job has not"

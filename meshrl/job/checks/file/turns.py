@@ -86,11 +86,9 @@ def _known(job: JobFile) -> None:
     chat = job.config.environment.chat
     for name, (none, instead) in OF_A_TEMPLATE.items():
         if getattr(job.config.environment, name) != none:
-            raise job.fail(
-                f"environment.{name}",
-                f"chat format {chat!r} {instead}",
-                f"Leave it out, or set environment.chat = {TEMPLATE!r}",
-            )
+            wrong = f"chat format {chat!r} {instead}"
+            fix = f"Leave it out, or set environment.chat = {TEMPLATE!r}"
+            raise job.fail(f"environment.{name}", wrong, fix)
 
 
 def _taken(job: JobFile, chat: Chat) -> None:

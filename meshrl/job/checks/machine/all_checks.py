@@ -7,16 +7,14 @@ that wait for another process or a server run beside the others, each with a dea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 from common.base.errors import MeshError
 from meshrl.job.checks.machine import modules, outputs, programs, tokens, weights
 from meshrl.job.checks.machine.rows import golds, graded, prompts, texts
 from meshrl.job.checks.machine.together import raise_all
-from meshrl.job.loaded import JobFile
-
-Check = Callable[[JobFile], None]
+from meshrl.job.loaded import Check, JobFile
 
 OF_THE_JOB: tuple[Check, ...] = (
     tokens.positions,
@@ -44,22 +42,18 @@ def check(job: JobFile, beside: tuple[Check, ...] = ()) -> None:
     """
     others = OF_THE_JOB + beside
     with ThreadPoolExecutor(len(others)) as pool:
-        begun = [pool.submit(_failure, check, job) for check in others]
+        begun = [pool.submit(failures, (check,), job) for check in others]
         # In this thread, which Ctrl-C interrupts: the author's code may take its time.
-        own = _failure(modules.imported, job)
-        found = [*(future.result() for future in begun), own]
-    raise_all(error for error in found if error is not None)
+        own = failures((modules.imported,), job)
+        raise_all([*chain.from_iterable(future.result() for future in begun), *own])
 
 
-def raise_failures(checks: tuple[Check, ...], job: JobFile) -> None:
-    """Run these checks alone."""
-    found = [_failure(check, job) for check in checks]
-    raise_all(error for error in found if error is not None)
-
-
-def _failure(check: Check, job: JobFile) -> MeshError | None:
-    try:
-        check(job)
-    except MeshError as error:
-        return error
-    return None
+def failures(checks: tuple[Check, ...], job: JobFile) -> list[MeshError]:
+    """The errors of those checks that fail."""
+    found = []
+    for check in checks:
+        try:
+            check(job)
+        except MeshError as error:
+            found.append(error)
+    return found

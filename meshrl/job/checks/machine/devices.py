@@ -43,7 +43,9 @@ def usable(device: str, workers: int = 0) -> list[Device]:
     try:
         devices = listed()
     except ConfigError as error:
-        said = f"{error.message}; {_set()}; torch {torch_build()}"
+        value = os.environ.get(CUDA)
+        visible = f"{CUDA} is not set" if value is None else f"{CUDA}={value!r}"
+        said = f"{error.message}; {visible}; torch {torch_build()}"
         raise ConfigError(said, where=error.where, fix=_FIX) from error
     enough(devices, workers)
     if not built_for_cuda():
@@ -77,11 +79,6 @@ def torch_build() -> str:
         return "is not installed"
     cuda = runpy.run_path(str(version)).get("cuda")
     return f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
-
-
-def _set() -> str:
-    value = os.environ.get(CUDA)
-    return f"{CUDA} is not set" if value is None else f"{CUDA}={value!r}"
 
 
 def _said(

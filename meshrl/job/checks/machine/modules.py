@@ -28,10 +28,10 @@ from common.model.chat.messages import conversation_of
 from meshrl.job import bundle
 from meshrl.job.checks.machine import tokens, trial
 from meshrl.job.checks.machine.rows import prompts, texts
-from meshrl.job.checks.machine.rows.timed_rows import TimedRows
 from meshrl.job.checks.machine.together import raise_all
 from meshrl.job.loaded import JobFile
 from meshrl.job.references import all_references
+from meshrl.job.rows import TimedRows
 
 IMPORT_S = 30.0  # as long as a sandbox lets a worker import
 SAMPLED = 64  # rows of a dataset that an environment opens beside its first one
@@ -42,13 +42,18 @@ SAID_LINES = 3
 OURS = ("meshrl", "common", "services", "kernels")
 MEND = "Mend it; --dry-run tries it again"
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in')
-KINDS = {"environment.use": "environment", "warm_start.demonstrations": "demonstrations"}
+KINDS = {  # by key, or the table of tools; what is neither is a reward
+    "environment.use": "environment",
+    "environment": "tool",
+    "warm_start.demonstrations": "demonstrations",
+}
 
 
 def imported(job: JobFile, import_s: float = IMPORT_S, quiet_s: float = QUIET_S) -> None:
     """Every function that the job names is there and takes what it will be given."""
     references = [
-        {"key": key, "use": use, "kind": _kind(key)} for key, use in all_references(job.config)
+        {"key": key, "use": use, "kind": KINDS.get(key.partition(".tools.")[0], "reward")}
+        for key, use in all_references(job.config)
     ]
     if not references:
         return
@@ -81,10 +86,6 @@ def _shadowing(job: JobFile, modules: Path) -> Iterator[MeshError]:
             )
 
 
-def _kind(key: str) -> str:
-    return KINDS.get(key, "tool" if key.startswith("environment.tools") else "reward")
-
-
 def _sample(job: JobFile) -> list[dict[str, Any]]:
     """The first row of each dataset, and then more of them, as far as there is time."""
     read: dict[str, list[dict[str, Any]]] = {key: [] for key, _ in job.datasets}
@@ -97,8 +98,6 @@ def _sample(job: JobFile) -> list[dict[str, Any]]:
 
 
 class _Trial:
-    """One run of `trial.py`."""
-
     def __init__(self, job: JobFile, modules: Path, import_s: float, quiet_s: float) -> None:
         self.job, self.modules = job, modules
         self.import_s, self.quiet_s = import_s, quiet_s

@@ -59,22 +59,18 @@ def _read_back(job: JobFile) -> None:
     elif model_at(job, job.config.model.path).sparse_layers:
         why = "SGLang lays experts out for its kernels"
     if why:
-        raise job.fail(
-            "rollout.read_back",
-            f"rollout.read_back: {why}, which is not compared with a version",
-            "Leave it out, or set rollout.engine to the built-in one",
-        )
+        wrong = f"rollout.read_back: {why}, which is not compared with a version"
+        fix = "Leave it out, or set rollout.engine to the built-in one"
+        raise job.fail("rollout.read_back", wrong, fix)
 
 
 def _tiers(job: JobFile) -> None:
     """SGLang's hierarchical cache is one of GPUs."""
     rollout = job.config.rollout
     if job.config.mesh.device == "cpu" and (rollout.kv_memory or rollout.kv.disk):
-        raise job.fail(
-            "rollout.kv",
-            "rollout.kv: SGLang keeps keys and values outside of its cache on GPUs alone",
-            "Set memory and disk to 0, or rollout.engine to the built-in one",
-        )
+        wrong = "rollout.kv: SGLang keeps keys and values outside of its cache on GPUs alone"
+        fix = "Set memory and disk to 0, or rollout.engine to the built-in one"
+        raise job.fail("rollout.kv", wrong, fix)
 
 
 def _adapters(job: JobFile, python: Path, key: str) -> None:
@@ -82,12 +78,11 @@ def _adapters(job: JobFile, python: Path, key: str) -> None:
     config = job.config
     if not config.lora.rank or config.lora.engines != "beside" or config.mesh.device != "cpu":
         return
-    ran = _run(python, PINS, IMPORT_S)
-    if isinstance(ran, str):
+    status, said = _run(python, PINS, IMPORT_S)
+    if status is None:
         fix = "See what keeps it, as a slow disk does, and submit again"
-        raise job.fail(key, f"rollout.engine = 'sglang': {ran}", fix)
-    if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or [""])[-1]
+        raise job.fail(key, f"rollout.engine = 'sglang': {said}", fix)
+    if status:
         raise job.fail(
             "lora.engines",
             "lora.engines = 'beside': SGLang computes adapters beside a model with pinned memory, "
@@ -98,14 +93,11 @@ def _adapters(job: JobFile, python: Path, key: str) -> None:
 
 
 def verifiers(job: JobFile) -> None:
-    """The interpreter of a taskset has the package."""
     environment = job.config.environment
     if environment.verifiers and (problem := without(Path(environment.python), "verifiers")):
-        raise job.fail(
-            "environment.python",
-            f"environment.python: {problem}",
-            "Name one of an environment that `pip install verifiers==0.4.0` was run in",
-        )
+        wrong = f"environment.python: {problem}"
+        fix = "Name one of an environment that `pip install verifiers==0.4.0` was run in"
+        raise job.fail("environment.python", wrong, fix)
 
 
 def sandbox(job: JobFile) -> None:
@@ -114,11 +106,10 @@ def sandbox(job: JobFile) -> None:
     if config.root or config.runner or not config.python:
         return  # of an image or a container: it is run where it is contained
     names = config.imports
-    ran = _run(Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_S)
-    if isinstance(ran, str):
-        raise job.fail("sandbox.python", f"sandbox.python: {ran}", "Name a Python interpreter")
-    if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+    status, said = _run(Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_S)
+    if status is None:
+        raise job.fail("sandbox.python", f"sandbox.python: {said}", "Name a Python interpreter")
+    if status:
         absent = "No module named" in said
         key = "sandbox.imports" if absent else "sandbox.python"
         fix = "Install it there" if absent else "Name a Python interpreter"
@@ -161,31 +152,26 @@ def isolation(job: JobFile) -> None:
 
 def without(python: Path, package: str) -> str:
     """What is wrong with an interpreter that is to have a package; empty: nothing."""
-    ran = _run(python, FIND.format(package), ANSWER_S)
-    if isinstance(ran, str):
-        return ran
-    if ran.returncode == ABSENT:
+    status, said = _run(python, FIND.format(package), ANSWER_S)
+    if status == ABSENT:
         return f"{python} has no package {package}"
-    if ran.returncode:
-        said = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
-        return f"{python} does not work: {said}"
-    return ""
+    return f"{python} does not work: {said}" if status else said
 
 
 def imports(python: Path, package: str, place: str) -> bool:
     """Whether an interpreter imports a package of a directory that it does not search."""
-    ran = _run(python, f"import sys; sys.path.append({place!r}); import {package}", ANSWER_S)
-    return not isinstance(ran, str) and ran.returncode == 0
+    code = f"import sys; sys.path.append({place!r}); import {package}"
+    return _run(python, code, ANSWER_S)[0] == 0
 
 
-def _run(python: Path, code: str, deadline_s: float) -> subprocess.CompletedProcess[str] | str:
-    """What it came to, or why it could not be run."""
+def _run(python: Path, code: str, deadline_s: float) -> tuple[int | None, str]:
+    """The exit status, and the last words if it is not 0; or None, and why it could not be run."""
     if not python.is_file():
-        return f"there is no interpreter at {python}"
+        return None, f"there is no interpreter at {python}"
     if not os.access(python, os.X_OK):
-        return f"{python} is not executable"
+        return None, f"{python} is not executable"
     try:
-        return subprocess.run(
+        ran = subprocess.run(
             [str(python), "-I", "-c", code],
             capture_output=True,
             text=True,
@@ -194,6 +180,8 @@ def _run(python: Path, code: str, deadline_s: float) -> subprocess.CompletedProc
             stdin=subprocess.DEVNULL,
         )
     except OSError as error:
-        return f"{python} cannot be run: {error.strerror}"
+        return None, f"{python} cannot be run: {error.strerror}"
     except subprocess.TimeoutExpired:
-        return f"{python} did not end `{code}` within {deadline_s:g} s"
+        return None, f"{python} did not end `{code}` within {deadline_s:g} s"
+    last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+    return ran.returncode, last if ran.returncode else ""

@@ -109,8 +109,6 @@ def stop(job: JobFile) -> None:
         try:
             tokenizer.encode(text)
         except ConfigError as error:
-            raise job.fail(
-                "rollout.stop_text",
-                f"rollout.stop_text: the model can never write {text!r}: {error.message}",
-                "Keep to characters of the tokenizer's vocabulary",
-            ) from error
+            wrong = f"rollout.stop_text: the model can never write {text!r}: {error.message}"
+            fix = "Keep to characters of the tokenizer's vocabulary"
+            raise job.fail("rollout.stop_text", wrong, fix) from error

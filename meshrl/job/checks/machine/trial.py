@@ -20,17 +20,15 @@ from collections.abc import Callable
 from typing import Any
 
 Say = Callable[..., None]
-CALLED = {  # what a reference is -> (the arguments that it is called with, how it is defined)
-    "environment": ((), "def {name}():"),
-    "reward": ((None, None), "def {name}(row, turns):"),
-    "tool": ((None,), "def {name}(input):"),
-    "demonstrations": ((None, 0.0), "def {name}(random, progress):"),
-}
-CALLER = {
-    "environment": "an environment's factory",
-    "reward": "a reward",
-    "tool": "a tool",
-    "demonstrations": "the source of demonstrations",
+CALLED = {  # what a reference is -> its arguments when it is called, its definition, its name
+    "environment": ((), "def {name}():", "an environment's factory"),
+    "reward": ((None, None), "def {name}(row, turns):", "a reward"),
+    "tool": ((None,), "def {name}(input):", "a tool"),
+    "demonstrations": (
+        (None, 0.0),
+        "def {name}(random, progress):",
+        "the source of demonstrations",
+    ),
 }
 
 
@@ -77,7 +75,7 @@ def imported(use: str) -> Any:
 def checked(found: Any, use: str, kind: str) -> None:
     """Unfit unless it can be called as a `kind` is."""
     name = use.partition(":")[2]
-    arguments, definition = CALLED[kind]
+    arguments, definition, what = CALLED[kind]
     fix = f"Define it as `{definition.format(name=name)}`"
     if not callable(found):
         raise Unfit(f"{use} is a {type(found).__name__}, not a function", fix)
@@ -86,9 +84,7 @@ def checked(found: Any, use: str, kind: str) -> None:
     try:
         inspect.signature(found).bind(*arguments)
     except TypeError as error:
-        raise Unfit(
-            f"{use} cannot be called as {CALLER[kind]} is: {error}", fix, place_of(found)
-        ) from None
+        raise Unfit(f"{use} cannot be called as {what} is: {error}", fix, place_of(found)) from None
     except ValueError:
         return  # what is not written in Python tells no signature
 
@@ -150,10 +146,9 @@ def described(error: BaseException, modules: str) -> dict[str, str]:
         said = str(error)[:2000]
         return {"said": said, "place": error.place, "fix": error.fix, "absent": error.absent}
     said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    absent = ""
-    if isinstance(error, FileNotFoundError) and error.filename:
-        absent = str(error.filename)
-    return {"said": said[:2000], "place": place(error, modules), "fix": "", "absent": absent}
+    missing = error.filename if isinstance(error, FileNotFoundError) else None
+    where, absent = place(error, modules), str(missing or "")
+    return {"said": said[:2000], "place": where, "fix": "", "absent": absent}
 
 
 def place(error: BaseException, modules: str) -> str:

@@ -17,7 +17,7 @@ from common.job.schema import JOB
 from common.state.pool.demand.asking import need_of
 from meshrl.job.jobfile import apply_override, load
 from meshrl.job.loaded import at
-from meshrl.job.toml.lines import key_lines, line_of
+from meshrl.job.toml.reading import key_lines, line_of
 from meshrl.job.toml.writing import to_toml
 from tests.load import scaled
 from tests.unit.meshrl.job.conftest import Given

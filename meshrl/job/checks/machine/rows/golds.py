@@ -10,9 +10,9 @@ from common.grading import golds
 from common.grading.golds import BadGold
 from common.job.config import RewardPartConfig
 from meshrl.job import row_keys
-from meshrl.job.checks.machine.rows.timed_rows import TimedRows
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.loaded import JobFile
+from meshrl.job.rows import TimedRows
 
 LOOK_S = 2.0  # for the rows of all datasets: some hundred thousand
 EXTENSION = re.compile(r"\(\?(?!:)|\\[1-9bBAZ]|[$^]")  # in a group, beyond plain matching
@@ -30,7 +30,12 @@ def usable(job: JobFile, look_s: float = LOOK_S) -> None:
     """Raise ConfigError with the first rows whose gold no answer can equal, as many rows as the
     time allows. The reward itself refuses the golds of later ones.
     """
-    parts = [part for part in job.config.reward.declared if _compares(part)]
+    parts = [
+        part
+        for part in job.config.reward.declared
+        if part.use in READ
+        and (part.use != "regex" or row_keys.compares(part.options.get("pattern")))
+    ]
     wrong: dict[str, list[str]] = {}  # by the dataset's key
     fix = ""
     for key, row in TimedRows(job.scored_datasets if parts else [], look_s):
@@ -46,17 +51,8 @@ def usable(job: JobFile, look_s: float = LOOK_S) -> None:
                 said = f"{row.place}: {name!r} is no gold of {part.use!r}: {error}"
                 wrong.setdefault(key, []).append(said)
     for key, found in wrong.items():
-        raise job.fail(
-            key,
-            f"{key}: {len(found)} gold answers that no answer can equal: {shown(found, SHOWN)}",
-            fix[:1].upper() + fix[1:],
-        )
-
-
-def _compares(part: RewardPartConfig) -> bool:
-    if part.use == "regex":
-        return row_keys.compares(part.options.get("pattern"))
-    return part.use in READ
+        said = f"{key}: {len(found)} gold answers that no answer can equal: {shown(found, SHOWN)}"
+        raise job.fail(key, said, fix[:1].upper() + fix[1:])
 
 
 def _refuse_uncaught(part: RewardPartConfig, text: str) -> None:

@@ -18,9 +18,9 @@ from common.grading.cases import BadTests
 from common.grading.support import Unsupported, unsupported
 from common.job import builtin
 from meshrl.job.checks.machine.programs import imports, without
-from meshrl.job.checks.machine.rows.timed_rows import TimedRows
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.loaded import JobFile
+from meshrl.job.rows import TimedRows
 
 LOOK_S = 4.0  # for the rows of all datasets: some thousands in Python, of cases many more
 SHOWN = 5  # rows that an error names
@@ -93,8 +93,6 @@ class _Runners:
 
 
 class _GradedRows:
-    """One pass over the rows."""
-
     def __init__(self, job: JobFile, key: str, runners: _Runners) -> None:
         self._job, self._key, self._runners = job, key, runners
         self._kinds: Counter[str] = Counter()
@@ -126,7 +124,6 @@ class _GradedRows:
         return self._known[found]
 
     def said(self) -> str:
-        """How many rows are of each kind."""
         count = sum(self._kinds.values()) + len(self.wrong)
         order = (shapes.STDIN, shapes.CALLS, "isolated", "pytest")
         kinds = [f"{kind} {self._kinds[kind]}" for kind in order if self._kinds[kind]]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from common.base.errors import ConfigError
@@ -28,11 +26,13 @@ def lengths(job: JobFile) -> None:
         return
     tokenizer, room = tokenizer_of(job), config.rollout.max_tokens
     until = time.monotonic() + LOOK_S
-    for key, path in job.datasets:
-        read = list(texts_of(job, key, path, until))
-        read.sort(key=lambda entry: -sum(map(len, entry[1])))
+    read: dict[str, list[tuple[str, list[str]]]] = {key: [] for key, _ in job.datasets}
+    for key, row in rows.TimedRows(job.datasets, LOOK_S / 2):
+        read[key].append((row.place, texts_of(job, key, row)))
+    for key, found in read.items():
+        found.sort(key=lambda entry: -sum(map(len, entry[1])))
         long: list[tuple[str, int]] = []
-        for place, texts in read:
+        for place, texts in found:
             if time.monotonic() > until:
                 break
             counts = [
@@ -74,14 +74,11 @@ def count_tokens(
         raise job.fail(key, f"{place}: {error.message}", error.fix) from error
 
 
-def texts_of(job: JobFile, key: str, path: Path, until: float) -> Iterator[tuple[str, list[str]]]:
-    """(place, the prompt and perhaps the answer) of a dataset's rows that are read in time."""
+def texts_of(job: JobFile, key: str, row: rows.DatasetRow) -> list[str]:
+    """The prompt, and perhaps the answer, of a row of the dataset `key`."""
     dataset = job.config.dataset
     keys = [dataset.prompt, dataset.response] if job.learns(key) else [dataset.prompt]
-    for row in rows.read(path):
-        yield row.place, [said(row.value.get(key)) for key in keys]
-        if time.monotonic() > until:
-            return
+    return [said(row.value.get(key)) for key in keys]
 
 
 def said(value: Any) -> str:

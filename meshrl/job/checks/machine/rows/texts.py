@@ -5,7 +5,6 @@ special token where the job has not chosen that.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Iterator
 
 from common.base.errors import ConfigError
@@ -14,6 +13,7 @@ from meshrl.job.checks.machine.rows import prompts
 from meshrl.job.checks.machine.together import raise_all, shown
 from meshrl.job.checks.machine.tokens import tokenizer_of
 from meshrl.job.loaded import JobFile
+from meshrl.job.rows import TimedRows
 
 LOOK_S = 1.0  # for all rows together
 SHOWN = 3  # rows, and pieces of a text, that an error names
@@ -24,10 +24,8 @@ def written(job: JobFile) -> None:
     if not job.own_prompts:
         return
     texts = Texts(job)
-    until = time.monotonic() + LOOK_S
-    for key, path in job.datasets:
-        for place, said in prompts.texts_of(job, key, path, until):
-            texts.look(key, place, said)
+    for key, row in TimedRows(job.datasets, LOOK_S):
+        texts.look(key, row.place, prompts.texts_of(job, key, row))
     raise_all(texts.errors())
     texts.tell()
 
@@ -54,7 +52,6 @@ class Texts:
             self._special.setdefault(key, []).append((place, special))
 
     def errors(self) -> Iterator[ConfigError]:
-        """What keeps the job from starting."""
         for key, found in self._lost.items():
             yield self._job.fail(
                 key,
@@ -75,7 +72,6 @@ class Texts:
             )
 
     def tell(self) -> None:
-        """Prints what special tokens are taken for text."""
         if self._job.config.environment.special_tokens == ANYWHERE:
             return
         for key, found in self._special.items():
