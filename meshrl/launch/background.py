@@ -1,14 +1,24 @@
-"""Starts the root process of a host in the background, where it goes on when its starter ends."""
+"""Starts the root process of a host in the background, where it goes on when its starter ends; and
+the entry of such a process.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 from common.base.errors import DeadlineExceeded, MeshError
 from common.mesh.process.ends.failure import tail
+from common.mesh.process.entry.child import PRIVATE
 from meshrl.directory.liveness import running_launcher
 from meshrl.directory.places import MeshPlace, read_if_whole
 
@@ -50,3 +60,21 @@ def start(program: RootProgram, place: MeshPlace, *words: str) -> int:
             raise DeadlineExceeded(f"{program.late} after {program.start_s:g} s", where=str(log))
         time.sleep(POLL_S)
     return child.pid
+
+
+def run_program(
+    module: str, serve: Callable[[argparse.Namespace], Coroutine[Any, Any, int]], *documents: str
+) -> NoReturn:
+    """The life of a root process: its status is what `serve` returns of its options, --root and
+    --health, and the `documents`, which are JSON.
+    """
+    os.umask(PRIVATE)
+    parser = argparse.ArgumentParser(prog=module)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--health", default="")
+    for name in documents:
+        parser.add_argument(name, type=json.loads, default={})
+    try:
+        sys.exit(asyncio.run(serve(parser.parse_args())))
+    except MeshError as error:
+        sys.exit(f"error: {error}")

@@ -22,7 +22,6 @@ MISTAKES = (ConfigError, Damaged, NotAllowed, NotFound, Refused)
 
 
 def status_of(error: MeshError) -> int:
-    """The exit status that an error ends with."""
     return NEVER if isinstance(error, MISTAKES) and not error.retryable else AGAIN
 
 

@@ -53,18 +53,15 @@ class Hold:
         self.tell(ready=False)
 
     def tell(self, ready: bool) -> None:
-        """Says who holds it, and whether it is up."""
         self.ready = ready
         marker = {"pid": os.getpid(), "start_time": own_start_time(), "ready": ready}
         write_json(self._place.launcher, {**marker, "end_s": self._end_s})
 
     @property
     def held(self) -> bool:
-        """Whether it is ours."""
         return self._lock is not None
 
     def give_back(self) -> None:
-        """Ends it; safe twice."""
         lock, self._lock = self._lock, None
         if lock is not None:
             self._place.launcher.unlink(missing_ok=True)

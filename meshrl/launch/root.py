@@ -1,34 +1,37 @@
-"""What the root process of a host's part of a mesh says of itself while it runs."""
+"""The root process of a host's part of a mesh, the head's or another's, and what it says of itself
+while it runs.
+"""
 
 from __future__ import annotations
 
-import asyncio
-
+from common.base.clock import SystemClock
 from common.base.host.settings import MeshSettings
+from common.mesh.process.host import SystemHost
 from common.state.redis.client import State
+from meshrl.directory.places import MeshPlace
+from meshrl.launch.ending import STOP_S
 from meshrl.launch.holding import Hold
 from meshrl.launch.services.services import Services
 
 
 class RootProcess:
     """The processes of a host's part of a mesh, and the hold on its directory. `state` and
-    `settings` are there once the mesh's Redis is known.
+    `settings` are there once the mesh's Redis is known; `failed` is set, with the reason in `why`,
+    when it cannot go on.
     """
 
     state: State
     settings: MeshSettings
 
-    def __init__(self, services: Services, hold: Hold) -> None:
-        self._services, self._hold = services, hold
-
-    @property
-    def failed(self) -> asyncio.Event:
-        """Set, with the reason in `why`, when it cannot go on."""
-        return self._services.failed
+    def __init__(self, place: MeshPlace, *, patient: bool = False, end_s: float = STOP_S) -> None:
+        self.place = place
+        self.clock, self.host = SystemClock(), SystemHost()
+        self._services = Services(self.host, self.clock, place, patient=patient)
+        self._hold = Hold(place, end_s)
+        self.failed = self._services.failed
 
     @property
     def why(self) -> str:
-        """Why it cannot."""
         return self._services.why
 
     @property
@@ -43,10 +46,9 @@ class RootProcess:
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Names of the services that it keeps running."""
         return self._services.planned
 
     @property
     def hindered(self) -> str:
-        """Why it does not do its work now; empty: it does."""
+        """Why it does not do its work now, though it has come up; empty: it does."""
         return self._services.down

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ from common.state.pool.store import store as pool
 from common.state.redis.client import State
 from meshrl.directory.joined import HostBook, JoinedHost
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.head.absences import Absences
 
 LOOK_S = 0.2
 AWAY_LOOK_S = 5.0  # between two looks who is away
@@ -36,13 +35,31 @@ STANDBY = "planner/2"  # beside the two of the head
 
 
 class Doors(Protocol):
-    """Lets processes of hosts into Redis."""
-
     async def admit_host(self, host: AdmittedHost) -> None:
         """From now on."""
 
     async def expel_host(self, host: str) -> bool:
         """No more, also those that are in; whether it was let in."""
+
+
+class Absences:
+    """A host is away from the first look on that does not find it; `for_s` is what is long."""
+
+    def __init__(self, for_s: float) -> None:
+        self._for_s = for_s
+        self._since: dict[str, float] = {}
+
+    def look(self, hosts: Collection[str], here: Collection[str], now: float) -> dict[str, float]:
+        """Those of these hosts that have been away for long, and for how long, in seconds; `here`
+        are those that are found, `now` is of a monotonic clock.
+        """
+        away = set(hosts) - set(here)
+        self._since = {host: self._since.get(host, now) for host in away}
+        return {h: now - s for h, s in sorted(self._since.items()) if now - s > self._for_s}
+
+    def begin_anew(self) -> None:
+        """Nobody could be found for a while: what was seen before tells nothing."""
+        self._since = {}
 
 
 class Admitting:
@@ -135,8 +152,12 @@ class Admitting:
         if known is not None and known.key == key:  # its answer was lost
             await self._doors.expel_host(known.host)
             joined = known
+        elif known is not None or admitted.host in self._book.left:
+            raise Refused(
+                f"a host called {admitted.host} is in the mesh, or was",
+                fix="Join from a new directory",
+            )
         else:
-            self._refuse_known(admitted.host)
             joined = self._entered(admitted.host, about, key)
         roles = HOST_ROLES | ({PLANNER} if joined.planner else set())
         passwords = {role: admitted.passwords[role] for role in roles}
@@ -157,7 +178,6 @@ class Admitting:
         return self._book.hosts[host]
 
     def _entered(self, host: str, about: Mapping[str, Any], key: str) -> JoinedHost:
-        """Puts a new host on record."""
         standby = bool(about["standby"]) and not any(h.planner for h in self._book.hosts.values())
         count = self._book.count + 1
         joined = JoinedHost(
@@ -173,12 +193,6 @@ class Admitting:
         hosts = {**self._book.hosts, host: joined}
         self._keep(replace(self._book, count=count, hosts=hosts))
         return joined
-
-    def _refuse_known(self, host: str) -> None:
-        if host in self._book.hosts or host in self._book.left:
-            raise Refused(
-                f"a host called {host} is in the mesh, or was", fix="Join from a new directory"
-            )
 
     async def _let_out(self, host: str, away_s: float = 0.0) -> bool:
         """Whether it was in. Asked again after a failure it does what was left undone."""

@@ -57,7 +57,12 @@ def bring(url: str, place: MeshPlace) -> list[Path]:
             f"{copy.shown} holds no job that goes on",
             fix="Name the durable.url of the mesh that is gone",
         )
-    _take_over(copy, url, place)
+    known = Durable.of(place.directory)
+    if known is None or (known.url, known.owner) != (url, copy.owner):
+        durable = Durable(url, secrets.token_hex(OWNER_BYTES))
+        durable.write(place.directory)
+        # Another head that is still there removes nothing any more.
+        DurableCopy(url, durable.owner).take_over()
     path = place.directory / BROUGHT
     brought = read_json(path)["runs"] if path.is_file() else []  # by one that was interrupted
     there = {unquote(Path(one["run"]).name) for one in brought}
@@ -78,15 +83,6 @@ def _lineage(copy: DurableCopy, job: str) -> int | None:
         return None
     ended = jobs.Phase(standing["phase"]) in jobs.ENDED
     return None if ended else int(standing["lineage"])
-
-
-def _take_over(copy: DurableCopy, url: str, place: MeshPlace) -> None:
-    """Before anything is fetched: another head that is still there removes nothing any more."""
-    known = Durable.of(place.directory)
-    if known is None or (known.url, known.owner) != (url, copy.owner):
-        durable = Durable(url, secrets.token_hex(OWNER_BYTES))
-        durable.write(place.directory)
-        DurableCopy(url, durable.owner).take_over()
 
 
 def _fetched(copy: DurableCopy, job: str, place: MeshPlace) -> Path:

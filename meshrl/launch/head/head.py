@@ -51,7 +51,6 @@ class HeadNetwork:
         return Network(admitted, self.listen, advertise)
 
     def settings(self, told: RedisAddresses, base: MeshSettings) -> MeshSettings:
-        """Those of the head's processes."""
         return dataclasses.replace(
             base,
             redis_url=told.url,

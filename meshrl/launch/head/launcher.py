@@ -7,7 +7,6 @@ process of the mesh dies with it, or (workers, which may outlive an agent) withi
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import sys
@@ -17,16 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.base.clock import SystemClock
-from common.base.errors import MeshError, Refused
+from common.base.errors import Refused
 from common.base.files import damage
 from common.base.files.home import BYTES as PROBE_BYTES
 from common.base.files.home import make as make_home
 from common.base.host.secret import SECRET_BYTES
 from common.base.host.settings import OFF, MeshSettings
-from common.mesh.process.entry.child import PRIVATE
 from common.mesh.process.handle import Child
-from common.mesh.process.host import SystemHost
 from common.mesh.process.output.streams import outlive_a_full_disk
 from common.mesh.process.supervision.ended import forget_all
 from common.state import events, registry
@@ -40,19 +36,20 @@ from common.state.server.rollback import JobMark
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.kept import KeptDocument, keep
 from meshrl.directory.places import MeshPlace, write_json
+from meshrl.launch.background import run_program
 from meshrl.launch.foreground import AGAIN, ENDED, begun
 from meshrl.launch.head import from_copy, trimming
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.head.head import HeadNetwork, told_to_hosts
 from meshrl.launch.head.restoring import put_all_back
 from meshrl.launch.head.shape import POOL, MeshShape, pool_of
-from meshrl.launch.holding import Hold, interruptible
+from meshrl.launch.holding import interruptible
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.redis.server import MeshRedis
 from meshrl.launch.redis.serving import RedisAddresses
 from meshrl.launch.root import RootProcess
 from meshrl.launch.services import plan
-from meshrl.launch.services.services import BUDGET, GRACE_S, Services
+from meshrl.launch.services.services import BUDGET, GRACE_S
 
 T = TypeVar("T")
 
@@ -60,16 +57,12 @@ BACK_TRIES = 3  # times that Redis may go back again before the mesh has
 
 
 class Launcher(RootProcess):
-    """One mesh from start to stop."""
-
     def __init__(
         self, place: MeshPlace, shape: MeshShape, pool: PoolSettings | None = None
     ) -> None:
         """`pool`: its settings; None: as they were when the mesh was started last."""
-        self.place, self.shape = place, shape
-        self._pool = pool
-        self.clock, self.host = SystemClock(), SystemHost()
-        super().__init__(Services(self.host, self.clock, place), Hold(place))
+        super().__init__(place)
+        self.shape, self._pool = shape, pool
         self._starts = False  # it may have processes
         self._secret = secrets.token_hex(SECRET_BYTES)
         self._head = HeadNetwork.new(place, shape.listen) if shape.listen else None
@@ -107,7 +100,10 @@ class Launcher(RootProcess):
                 await self._redis.returned()
             await write_settings(self.state, self.pool)
             if self._head is not None:
-                admitting = asyncio.create_task(self._admit_hosts(), name="admit hosts")
+                about = partial(told_to_hosts, self._redis.told, self.settings)
+                who = self._redis, about, self.pool.gone_s, self.settings.host
+                hosts = Admitting(self.place, self.state, self.clock, *who)
+                admitting = asyncio.create_task(hosts.run(), name="admit hosts")
                 self._services.watch(admitting, "admit hosts")
                 self._tasks.append(admitting)
             await self._services.start(self._planned())
@@ -165,7 +161,6 @@ class Launcher(RootProcess):
         return self.host.spawn(argv, name=name, env=environment, log=self.place.log(name))
 
     def kill(self) -> None:
-        """Ends everything at once, for the second Ctrl-C."""
         if self._redis.supervisor is not None:
             for child in self._redis.supervisor.children.values():
                 child.kill()
@@ -262,11 +257,6 @@ class Launcher(RootProcess):
         if self._head is None:
             await doors.admit_alone(self.state, self.settings.host)
 
-    async def _admit_hosts(self) -> None:
-        about = partial(told_to_hosts, self._redis.told, self.settings)
-        users, gone_s, head = self._redis, self.pool.gone_s, self.settings.host
-        await Admitting(self.place, self.state, self.clock, users, about, gone_s, head).run()
-
     def _write_settings(self, told: RedisAddresses) -> None:
         shape = self.shape
         self.settings = MeshSettings(
@@ -291,7 +281,7 @@ class Launcher(RootProcess):
 
     async def _keep_files(self) -> None:
         """Puts the mesh's own files back when they are damaged: what starts again reads them."""
-        place, root = self.place, self.place.root
+        place = self.place
 
         def write(path: Path, content: dict[str, Any]) -> None:
             self.settings.to_file(path)
@@ -299,12 +289,9 @@ class Launcher(RootProcess):
         async def tell(told: dict[str, Any]) -> None:
             await events.append(self.state, damage.EVENT, told)
 
-        documents = [
-            KeptDocument("mesh", place.settings, root, write=write),
-            KeptDocument("mesh", place.shape, root),
-            KeptDocument("mesh", place.directory / POOL, root),
-            KeptDocument("mesh", place.launcher, root),
-        ]
+        own = (place.shape, place.directory / POOL, place.launcher)
+        documents = [KeptDocument("mesh", path, place.root) for path in own]
+        documents.append(KeptDocument("mesh", place.settings, place.root, write=write))
         await keep(documents, self.clock, tell)
 
     def _planned(self) -> list[plan.Service]:
@@ -355,23 +342,9 @@ async def _served(launcher: Launcher, stop: asyncio.Event, ready: Callable[[], N
     return AGAIN if launcher.failed.is_set() else ENDED
 
 
-def main() -> None:
-    import argparse
-
-    os.umask(PRIVATE)
-    parser = argparse.ArgumentParser(prog="meshrl.launch.head.launcher")
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--shape", type=json.loads, default={})
-    parser.add_argument("--pool", type=json.loads, default={})
-    parser.add_argument("--health", default="")
-    a = parser.parse_args()
-    shape = MeshShape(**a.shape)
-    try:
-        code = asyncio.run(serve(a.root, shape, PoolSettings(**a.pool), a.health))
-    except MeshError as error:
-        sys.exit(f"error: {error}")
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    run_program(
+        "meshrl.launch.head.launcher",
+        lambda a: serve(a.root, MeshShape(**a.shape), PoolSettings(**a.pool), a.health),
+        *("--shape", "--pool"),
+    )

@@ -33,12 +33,11 @@ class MeshShape:
 
 def shape_of(place: MeshPlace) -> MeshShape:
     """The shape of a mesh that was started before."""
-    path = place.shape
     try:
-        return MeshShape(**read_json(path))
+        return MeshShape(**read_json(place.shape))
     except (Damaged, FileNotFoundError, TypeError) as error:
         raise ConfigError(
-            f"{path}, which says what the mesh is made of, is gone or damaged: {error}",
+            f"{place.shape}, which says what the mesh is made of, is gone or damaged: {error}",
             fix=f"meshrl up --root {place.root}, with the options that it had, writes it anew",
         ) from error
 

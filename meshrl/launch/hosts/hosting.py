@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from common.api.gateway import DescribeMember, Gateway
-from common.base.clock import SystemClock
 from common.base.errors import (
     ConfigError,
     Damaged,
@@ -31,23 +29,21 @@ from common.base.errors import (
     StateUnavailable,
 )
 from common.base.host.settings import MeshSettings, advertised_host
-from common.mesh.access.line import Line
-from common.mesh.process.entry.child import PRIVATE
-from common.mesh.process.host import SystemHost
 from common.mesh.process.output.streams import outlive_a_full_disk
 from common.state import events
 from common.state.pool.placing import taking
+from common.state.pool.workers import names
 from common.state.redis.client import State, refusal_behind
 from common.state.redis.keys import MESH
 from meshrl.directory.places import MeshPlace, read_json, write_json
+from meshrl.launch.background import run_program
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, ENDED, ERRORS, NEVER, begun, ended_with
-from meshrl.launch.holding import Hold, interruptible
+from meshrl.launch.holding import interruptible
 from meshrl.launch.hosts import membership, notice
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.root import RootProcess
 from meshrl.launch.services import plan
-from meshrl.launch.services.services import Services
 
 ROLE = "node"  # as whom the root process itself asks Redis
 ADMITTED = f"{MESH}:admitted"  # hosts that may belong to the mesh
@@ -59,8 +55,6 @@ EVENT_S = 2.0
 
 @dataclass(frozen=True)
 class HostShape:
-    """What a host gives its mesh."""
-
     workers: int = 1
     device: str = "cpu"
     prefix: str = "w"  # of its workers' names, which are unique in the mesh
@@ -81,7 +75,6 @@ class HostShape:
         return [plan.planner(self.planner, True), agent] if self.planner else [agent]
 
     def write(self, place: MeshPlace) -> None:
-        """Keeps it for the next start."""
         write_json(place.shape, asdict(self))
 
     @classmethod
@@ -106,13 +99,10 @@ class Hosting(RootProcess):
         """`drain_s`: that its end waits at most for all to move away. ConfigError: the host has
         never joined, or its files are damaged.
         """
-        self.place = place
-        self.clock, self.host = SystemClock(), SystemHost()
+        super().__init__(place, patient=True, end_s=drain_s + STOP_S)
         self.settings = MeshSettings.from_file(place.settings)
         self.shape = HostShape.of(place)
         self.expelled = False  # it belongs to the mesh no more
-        services = Services(self.host, self.clock, place, patient=True)
-        super().__init__(services, Hold(place, drain_s + STOP_S))
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -131,8 +121,10 @@ class Hosting(RootProcess):
             await self._services.registered({s.name for s in planned}, self.shape.workers)
             back = await self._tell_joined()
             self._goes_on(self._watch(), "watch the membership")
-            if back:
-                self._goes_on(self._tell_back(), "tell the mesh that this host is back")
+            if back and (member := membership.known(place)) is not None:
+                told = advertised_host(self.settings.advertise or self.settings.bind)
+                telling = notice.tell_back(member, self.clock, told)
+                self._goes_on(telling, "tell the mesh that this host is back")
             self._hold.tell(ready=True)
         except BaseException:
             await self.stop()
@@ -152,28 +144,24 @@ class Hosting(RootProcess):
     async def drain(self, for_s: float) -> None:
         """Has the mesh move everything away from this host, which waits for that so long."""
         self._end_tasks()
-        member = membership.known(self.place)
-        if member is not None:
-            await notice.empty(member, self.clock, for_s, self._idle)
+        agent = names.agent(self.settings.host)  # who sees to it that things move away in order
 
-    def _idle(self) -> str:
-        """Why nothing can move away in order: who would see to it is down. Empty: it runs."""
-        agent = plan.agent(self.settings.host, self.shape.workers, self.shape.device).name
-        return "" if agent in dict(self._services.children) else f"{agent} is down"
+        def hindered() -> str:
+            return "" if agent in dict(self._services.children) else f"{agent} is down"
+
+        if (member := membership.known(self.place)) is not None:
+            await notice.empty(member, self.clock, for_s, hindered)
 
     @property
     def leaves(self) -> bool:
-        """Whether it is to leave the mesh after its end."""
         return self.shape.ephemeral or self.place.leaving.exists()
 
     async def leave(self) -> None:
         """Leaves the mesh, once it has stopped. It stays a member while the head cannot be told."""
-        member = membership.known(self.place)
-        if member is not None and await notice.leave(member):
+        if (member := membership.known(self.place)) and await notice.leave(member):
             membership.forget(self.place)
 
     def kill(self) -> None:
-        """Ends everything at once, for the second signal."""
         self._services.kill_now()
 
     # -- membership --------------------------------------------------------------------------------
@@ -236,16 +224,13 @@ class Hosting(RootProcess):
         member = membership.known(self.place)
         if member is None:
             return False
-        line = Line(member.ticket)
-        line.open()
-        try:
-            await line.call(Gateway.membership, DescribeMember(), ANSWER_S)
-        except (NotAllowed, NotFound):
-            return True
-        except MeshError:
-            return False  # it is away too: that may be a mesh that starts again
-        finally:
-            await line.close()
+        async with membership.gateway_line(member.ticket) as line:
+            try:
+                await line.call(Gateway.membership, DescribeMember(), ANSWER_S)
+            except (NotAllowed, NotFound):
+                return True
+            except MeshError:  # it is away too: that may be a mesh that starts again
+                return False
         return False
 
     def _goes_on(self, work: Coroutine[Any, Any, None], what: str) -> None:
@@ -257,12 +242,6 @@ class Hosting(RootProcess):
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-
-    async def _tell_back(self) -> None:
-        member = membership.known(self.place)
-        if member is not None:
-            told = self.settings.advertise or self.settings.bind
-            await notice.tell_back(member, self.clock, advertised_host(told))
 
     async def _tell_joined(self) -> bool:
         """Whether it was in before. The event has how long the command took until now."""
@@ -282,7 +261,6 @@ class Hosting(RootProcess):
 
 
 def expelled(host: str) -> Refused:
-    """That the mesh lets a host in no more."""
     return Refused(
         f"the mesh does not let {host} in: it was removed there, or its keys were revoked",
         fix="`meshrl leave` here, then join with a new token (`meshrl token create --host` at "
@@ -331,20 +309,5 @@ async def _served(hosting: Hosting, stop: asyncio.Event, drain_s: float) -> int:
     return ENDED
 
 
-def main() -> None:
-    import argparse
-
-    os.umask(PRIVATE)
-    parser = argparse.ArgumentParser(prog="meshrl.launch.hosts.hosting")
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--health", default="")
-    a = parser.parse_args()
-    try:
-        code = asyncio.run(serve(a.root, a.health))
-    except MeshError as error:
-        sys.exit(f"error: {error}")
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    run_program("meshrl.launch.hosts.hosting", lambda a: serve(a.root, a.health))

@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from common.api.gateway import DescribeMember, Gateway, HostAdmitted, JoinHost, LocateRedis
+from common.api.gateway import (
+    DescribeMember,
+    Gateway,
+    HostAdmitted,
+    JoinHost,
+    LocateRedis,
+    RedisLocation,
+)
 from common.base.errors import ConfigError, NotAllowed, Refused
 from common.base.host.interfaces import address_of, interface_behind
 from common.base.host.settings import MeshSettings, advertised_host
@@ -32,9 +39,8 @@ from meshrl.launch.foreground import point_to
 from meshrl.launch.holding import DirectoryHeld
 from meshrl.launch.hosts import hosting, invitation, membership
 from meshrl.launch.hosts.hosting import HostShape
-from meshrl.launch.hosts.membership import Membership
-from meshrl.launch.hosts.returning import GIB, MARKETS, MB, Offer, as_told
-from meshrl.launch.hosts.told import authority_in, keep, shared
+from meshrl.launch.hosts.membership import AUTHORITY, Membership, gateway_line
+from meshrl.launch.hosts.returning import MARKETS, Offer, as_told
 from meshrl.launch.services import plan
 
 T = TypeVar("T")
@@ -104,7 +110,8 @@ def join(
         return asyncio.run(hosting.serve(place.root, health, drain_s))
     background.start(PROGRAM, place, "--health", health)
     took = "" if back is not None else f" in {time.time() - began_s:.1f} s"
-    print(f"{_member(place).host} is in the mesh{took}; `meshrl leave` ends that")
+    host = MeshSettings.from_file(place.settings).host
+    print(f"{host} is in the mesh{took}; `meshrl leave` ends that")
     return 0
 
 
@@ -172,14 +179,12 @@ def _write(
         workers=offer.workers,
         device=offer.device,
         prefix=told.prefix,
-        market=offer.market,
-        memory_bytes=int(offer.memory_gib * GIB),
-        disk_bytes=int(offer.disk_gib * GIB),
         planner=told.planner,
         listen=offer.listen,
         ephemeral=offer.ephemeral,
         takes=taking.ALL if offer.takes is None else offer.takes,
         asked_s=began_s,
+        **dict(offer.of_shape.values()),
     )
     shape.write(place)
     settings = MeshSettings(
@@ -187,18 +192,14 @@ def _write(
         run_root=str(place.root),
         bind=bind,
         host=member.host,
-        metrics=offer.metrics,
         secret=told.secret,
         joinable=True,
-        authority=authority_in(place, told.authority),
+        authority=_authority_in(place, told.authority),
         advertise=offer.advertise,
         interface=offer.interface or interface_behind(bind, offer.advertise),
-        network=offer.network,
-        chunks_bytes=int(offer.cache_gib * GIB),
-        rate_up=int(offer.rate_up_mb * MB),
-        rate_down=int(offer.rate_down_mb * MB),
+        **dict(offer.of_settings.values()),
     )
-    replace(settings, **shared(told.settings)).to_file(place.settings)
+    replace(settings, **_shared(told.settings)).to_file(place.settings)
 
 
 def _write_where(place: MeshPlace, member: Membership, shape: HostShape, offer: Offer) -> None:
@@ -234,24 +235,36 @@ def _ask_anew(place: MeshPlace, member: Membership) -> None:
         told = at_gateway(member.ticket, lambda line: line.call(Gateway.whereabouts, asked))
     except NotAllowed as error:
         raise hosting.expelled(member.host) from error
-    keep(place, told)
+    write_location(place, told)
+
+
+def write_location(place: MeshPlace, told: RedisLocation) -> None:
+    """Puts what was told anew into the settings of a host that comes back."""
+    authority = _authority_in(place, told.authority)
+    before = MeshSettings.from_file(place.settings)
+    now = replace(before, redis_url=told.redis_url, authority=authority)
+    replace(now, **_shared(told.settings)).to_file(place.settings)
+
+
+def _authority_in(place: MeshPlace, authority: str) -> str:
+    """The file of the certificate that Redis' is signed with; empty: there is none."""
+    path = place.directory / AUTHORITY
+    if authority:
+        path.write_text(authority)
+    return str(path) if authority else ""
+
+
+def _shared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that all hosts share which this version knows."""
+    known = MeshSettings.__dataclass_fields__
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def at_gateway(ticket: Ticket, question: Callable[[Line], Awaitable[T]]) -> T:
     """What the gateway of a mesh answers to the holder of a token."""
 
     async def asking() -> T:
-        line = Line(ticket)
-        line.open()
-        try:
+        async with gateway_line(ticket) as line:
             return await question(line)
-        finally:
-            await line.close()
 
     return asyncio.run(asking())
-
-
-def _member(place: MeshPlace) -> Membership:
-    found = membership.known(place)
-    assert found is not None, "it has just joined"
-    return found

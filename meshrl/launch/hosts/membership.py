@@ -4,11 +4,14 @@ the gateway knows it for as long as it is a member.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 
 from common.base.errors import ConfigError
 from common.base.files import documents
 from common.base.host.settings import new_host
+from common.mesh.access.line import Line
 from common.mesh.access.ticket import Ticket
 from common.mesh.transport.keys import KeyPair
 from meshrl.directory.places import MeshPlace
@@ -34,7 +37,6 @@ class Membership:
 
     @classmethod
     def new(cls, token: Ticket) -> Membership:
-        """Of a host that is to join with this token."""
         secret = KeyPair.new().secret.decode()
         return cls(new_host(), token.address, token.gateway, secret, token.secret)
 
@@ -65,6 +67,17 @@ class Membership:
         documents.write(place.membership, asdict(self))
 
 
+@asynccontextmanager
+async def gateway_line(ticket: Ticket) -> AsyncIterator[Line]:
+    """A line to the gateway of a mesh, which is open in the block."""
+    line = Line(ticket)
+    line.open()
+    try:
+        yield line
+    finally:
+        await line.close()
+
+
 def known(place: MeshPlace) -> Membership | None:
     """That of the host with this directory; None when it has none. Damaged."""
     path = place.membership
@@ -77,7 +90,6 @@ def known(place: MeshPlace) -> Membership | None:
 
 
 def forget(place: MeshPlace) -> None:
-    """Removes all that lets this host in."""
-    names = (place.settings, place.membership, place.shape, place.directory / AUTHORITY)
-    for path in (*names, place.leaving):
+    own = (place.settings, place.membership, place.shape, place.leaving)
+    for path in (*own, place.directory / AUTHORITY):
         path.unlink(missing_ok=True)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from common.api.gateway import DrainHost, Gateway, HostReturned, LeaveMesh, ListRemaining
 from common.base.clock import Clock
 from common.base.errors import MeshError, NotAllowed, NotFound
-from common.mesh.access.line import Line
-from meshrl.launch.hosts.membership import Membership
+from meshrl.launch.hosts.membership import Membership, gateway_line
 
 LOOK_S = 0.5
 ASK_S = 5.0
@@ -22,7 +21,6 @@ HINDERED_S = 2.0  # between two starts of a process nothing of it runs
 
 
 def say(text: str) -> None:
-    """Into the log of this host's root process."""
     print(text, flush=True)
 
 
@@ -35,11 +33,9 @@ async def empty(
     began = heard = clock.monotonic()
     until = began + for_s
     say(f"{member.host} is told to end: everything moves away from it first, for {for_s:g} s")
-    line = Line(member.ticket)
-    line.open()
     drains, left, silence = False, [""], ""
     works = began  # when it was last seen to do its work
-    try:
+    async with gateway_line(member.ticket) as line:
         while (now := clock.monotonic()) < until:
             if not (why := hindered()):
                 works = now
@@ -69,18 +65,14 @@ async def empty(
                     left = found.names
                     say(f"{member.host} waits for {', '.join(left)} to move away")
             await clock.sleep(min(LOOK_S, max(0.0, until - clock.monotonic())))
-    finally:
-        await line.close()
     say(f"{member.host} is not empty after {for_s:g} s: what is left begins anew elsewhere")
     return False
 
 
 async def tell_back(member: Membership, clock: Clock, address: str) -> None:
     """Has the mesh use this host again, and know where it is now; tries until it is told."""
-    line = Line(member.ticket)
-    line.open()
     silence = ""
-    try:
+    async with gateway_line(member.ticket) as line:
         while True:
             try:
                 if (await line.call(Gateway.back, HostReturned(address))).changed:
@@ -93,22 +85,17 @@ async def tell_back(member: Membership, clock: Clock, address: str) -> None:
                     silence = error.message
                     say(f"the head cannot be told that {member.host} is back: {error}")
                 await clock.sleep(AGAIN_S)
-    finally:
-        await line.close()
 
 
 async def leave(member: Membership) -> bool:
     """Has the mesh forget this host, which has ended; whether it does."""
-    line = Line(member.ticket)
-    line.open()
-    try:
-        await line.call(Gateway.leave, LeaveMesh(), LEAVE_S)
-    except (NotAllowed, NotFound):
-        pass  # it knows the host no more
-    except MeshError as error:
-        say(f"the head cannot be told that {member.host} leaves: {error}")
-        return False
-    finally:
-        await line.close()
+    async with gateway_line(member.ticket) as line:
+        try:
+            await line.call(Gateway.leave, LeaveMesh(), LEAVE_S)
+        except (NotAllowed, NotFound):
+            pass  # it knows the host no more
+        except MeshError as error:
+            say(f"the head cannot be told that {member.host} leaves: {error}")
+            return False
     say(f"{member.host} has left the mesh")
     return True

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from common.base.host.settings import MeshSettings
 from meshrl.launch.hosts.hosting import HostShape
@@ -16,8 +17,6 @@ MARKETS = ("reserved", "spot", "lent")
 
 @dataclass(frozen=True)
 class Offer:
-    """What a host gives, as the command was told."""
-
     workers: int = 1
     device: str = "cpu"
     listen: str = ""  # by which others reach it; empty: as it reaches the head
@@ -36,6 +35,26 @@ class Offer:
     rate_down_mb: float = 0.0  # and receive
     named: Collection[str] = ()  # parameters of the command that were given; others are defaults
 
+    @property
+    def of_shape(self) -> dict[str, tuple[str, Any]]:
+        """Fields of the host's shape, with their values, by the parameters that tell them."""
+        return {
+            "market": ("market", self.market),
+            "memory": ("memory_bytes", int(self.memory_gib * GIB)),
+            "disk": ("disk_bytes", int(self.disk_gib * GIB)),
+        }
+
+    @property
+    def of_settings(self) -> dict[str, tuple[str, Any]]:
+        """The same of its settings."""
+        return {
+            "cache": ("chunks_bytes", int(self.cache_gib * GIB)),
+            "rate_up": ("rate_up", int(self.rate_up_mb * MB)),
+            "rate_down": ("rate_down", int(self.rate_down_mb * MB)),
+            "metrics": ("metrics", self.metrics),
+            "network": ("network", self.network),
+        }
+
 
 def as_told(
     shape: HostShape, settings: MeshSettings, offer: Offer
@@ -43,27 +62,13 @@ def as_told(
     """Shape and settings of a host that joined with these, and has come back with `offer`; and the
     options which say something that the head would have to know, as they were when it joined.
     """
-    named = offer.named
+    named = set(offer.named)
     if offer.takes is not None:
         shape = replace(shape, takes=offer.takes)
-    if "market" in named:
-        shape = replace(shape, market=offer.market)
-    if "memory" in named:
-        shape = replace(shape, memory_bytes=int(offer.memory_gib * GIB))
-    if "disk" in named:
-        shape = replace(shape, disk_bytes=int(offer.disk_gib * GIB))
-    if "cache" in named:
-        settings = replace(settings, chunks_bytes=int(offer.cache_gib * GIB))
-    if "rate_up" in named:
-        settings = replace(settings, rate_up=int(offer.rate_up_mb * MB))
-    if "rate_down" in named:
-        settings = replace(settings, rate_down=int(offer.rate_down_mb * MB))
-    if "metrics" in named:
-        settings = replace(settings, metrics=offer.metrics)
-    if "network" in named:
-        settings = replace(settings, network=offer.network)
-    kept = []
-    if {"workers", "no_workers"} & set(named) and offer.workers != shape.workers:
+    shape = replace(shape, **dict(of for name, of in offer.of_shape.items() if name in named))
+    told = dict(of for name, of in offer.of_settings.items() if name in named)
+    settings, kept = replace(settings, **told), []
+    if {"workers", "no_workers"} & named and offer.workers != shape.workers:
         kept.append(f"--workers {shape.workers}")
     if "device" in named and offer.device != shape.device:
         kept.append(f"--device {shape.device}")

@@ -1,24 +1,35 @@
-"""The page of metrics of a host: all its processes, the host itself, and at the head the mesh."""
+"""The page of metrics of a host: all its processes, the host itself, and at the head the mesh.
+
+The processes of the host are asked for their pages all at once, and these are made into one: each
+family once, with its samples by process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator
+import socket
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 from common.base.clock import Clock
+from common.base.host.ports import bare, ports
 from common.mesh.telemetry.exposition import Exposition
-from meshrl.launch.outward.merging import Merged
-from meshrl.launch.outward.scraping import Scraped, scrape
-from meshrl.launch.outward.standing import Standing
+from meshrl.launch.outward.standing import MonitoredProcess, Standing
 from meshrl.view import storage
 from meshrl.view.metrics.mesh_gauges import families
 
 KEPT_S = 1.0  # several monitors, and one that asks in haste, cost the processes one answer
 SHARED_MEMORY = Path("/dev/shm")
+ANSWER_S = 1.0  # a process that takes longer counts as one that is down
+MOST_BYTES = 8 << 20  # a page is some 10 kB
+ANYWHERE = ("", "0.0.0.0", "::")  # an interface that is all of them
+GET = b"GET /metrics HTTP/1.0\r\n\r\n"
+OURS = ("service", "kind", "job")
 
 
 class HostPage:
@@ -37,7 +48,6 @@ class HostPage:
         self._made_s = -KEPT_S
 
     def page(self) -> tuple[int, str, bytes]:
-        """HTTP status, content type and body."""
         with self._lock:
             if self._clock.monotonic() - self._made_s >= KEPT_S:
                 self._kept = self._made()
@@ -45,50 +55,41 @@ class HostPage:
             return self._kept
 
     def _made(self) -> tuple[int, str, bytes]:
-        merged = Merged()
-        merged.add(self._of_root().collect())
-        where = self._where()
-        scraped = scrape(self._standing.processes(), where) if where else []
-        ups = [({"service": self._name, "kind": "root", "job": ""}, True)]
-        for one in scraped:
-            ups.append((one.process.labels, one.up and _added(merged, one)))
+        merged, standing, where = Merged(), self._standing, self._where()
+        root = {"service": self._name, "kind": "root", "job": ""}
+        gauges = {
+            "live": not standing.not_live(),
+            "ready": not standing.not_ready(),
+            "loop_lag_seconds": standing.watchdog.behind_s,
+        }
+        merged.add(Exposition(labels=root, counters={}, gauges=gauges).collect())
+        processes, ups = standing.processes() if where else [], [(root, True)]
+        for process, page in zip(processes, scrape(processes, where), strict=True):
+            ups.append((process.labels, _added(merged, page, process.labels)))
         merged.add([_family("up", "1 for a process that answers, or lives by its lease", ups)])
         merged.add(self._of_host())
-        head = self._standing.mesh()
-        if head is not None:
+        if (head := standing.mesh()) is not None:
             merged.add(families(head))
         return merged.rendered()
 
-    def _of_root(self) -> Exposition:
-        live, ready = not self._standing.not_live(), not self._standing.not_ready()
-        lag_s = self._standing.watchdog.behind_s
-        return Exposition(
-            labels={"service": self._name, "kind": "root", "job": ""},
-            counters={},
-            gauges={"live": live, "ready": ready, "loop_lag_seconds": lag_s},
-        )
-
     def _of_host(self) -> Iterator[Any]:
-        answers = not self._standing.silent
+        answers, head = not self._standing.silent, self._standing.mesh()
         yield _family("redis_up", "1 while Redis answers this host", [({}, answers)])
-        disks = list(_disks([self._root, *self._run_dirs(), SHARED_MEMORY]))
+        runs = [Path(job.run_dir).parent for job in head.mesh.jobs if job.run_dir] if head else []
+        disks = list(_disks([self._root, *runs, SHARED_MEMORY]))
         free = [({"path": str(p)}, free) for p, free, _ in disks]
         size = [({"path": str(p)}, size) for p, _, size in disks]
         yield _family("disk_free_bytes", "What may still be written there", free)
         yield _family("disk_size_bytes", "The size of that file system", size)
 
-    def _run_dirs(self) -> list[Path]:
-        head = self._standing.mesh()
-        return [Path(job.run_dir).parent for job in head.mesh.jobs if job.run_dir] if head else []
 
-
-def _added(merged: Merged, one: Scraped) -> bool:
-    if one.page:
-        try:
-            merged.add_page(one.page, one.process.labels)
-        except ValueError:
-            return False
-    return True
+def _added(merged: Merged, page: str | None, labels: Mapping[str, str]) -> bool:
+    """Whether the process is up whose page this is, which is added if it has one."""
+    try:
+        merged.add_page(page or "", labels)
+    except ValueError:
+        return False
+    return page is not None
 
 
 def _disks(paths: Iterable[Path]) -> Iterator[tuple[Path, int, int]]:
@@ -110,3 +111,92 @@ def _family(name: str, text: str, rows: Iterable[tuple[dict[str, str], float]]) 
     for labels, number in rows:
         family.add_sample(family.name, labels, float(number))
     return family
+
+
+class Merged:
+    """One valid exposition of what is added to it."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}  # by the name that its TYPE line has
+
+    def add_page(self, text: str, labels: Mapping[str, str]) -> None:
+        """The page of one process, whose `service` and `kind` these are; a sample that names no job
+        has that of `labels`. ValueError, and nothing is added: it is no page of metrics.
+        """
+        from prometheus_client.parser import text_string_to_metric_families
+
+        own = {name: labels.get(name, "") for name in OURS}
+        try:
+            families = list(text_string_to_metric_families(text))
+        except (KeyError, IndexError, AttributeError) as error:  # of its parser, too
+            raise ValueError(f"no page of metrics: {error}") from error
+        for family in families:
+            family.samples = [
+                s._replace(labels={**s.labels, **own, "job": s.labels.get("job") or own["job"]})
+                for s in family.samples
+            ]
+            self.add([family])
+
+    def add(self, families: Iterable[Any]) -> None:
+        """Families of `prometheus_client`, with the labels that they have."""
+        for family in families:
+            header = family.name + ("_total" if family.type == "counter" else "")
+            known = self._families.setdefault(header, family)
+            if known is not family:
+                known.samples += family.samples
+                if known.type != family.type:  # of two kinds of processes: it is what neither says
+                    known.type = "unknown"
+
+    def collect(self) -> Iterable[Any]:
+        """The families, as `prometheus_client` asks a collector for them."""
+        return self._families.values()
+
+    def rendered(self) -> tuple[int, str, bytes]:
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return 200, CONTENT_TYPE_LATEST, generate_latest(self)
+
+
+def scrape(processes: Sequence[MonitoredProcess], where: str) -> list[str | None]:
+    """The page that each process answers with in `ANSWER_S`, empty if it has none; None: it is
+    down. `where`: as `mesh.metrics`, of this host. Only it is asked, whatever address a record has.
+    """
+
+    async def all_pages() -> list[str | None]:
+        return list(await asyncio.gather(*(_one(process, where) for process in processes)))
+
+    return asyncio.run(all_pages())
+
+
+async def _one(process: MonitoredProcess, where: str) -> str | None:
+    if not process.alive or not process.metrics:
+        return "" if process.alive else None
+    host, family = bare(ports(where, "mesh.metrics")[0])
+    if host in ANYWHERE:
+        host = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await _page(host, urlsplit(process.metrics).port or 0)
+    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        return None
+
+
+async def _page(host: str, port: int) -> str:
+    """ValueError when what answers there is no page."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(GET)
+        await writer.drain()
+        answer = bytearray()
+        while part := await reader.read(1 << 16):
+            answer += part
+            if len(answer) > MOST_BYTES:
+                raise ValueError("it does not end")
+    finally:
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()
+    head, _, body = bytes(answer).partition(b"\r\n\r\n")
+    if head.split(b" ")[1:2] != [b"200"]:
+        raise ValueError("it does not answer with a page")
+    return body.decode()

@@ -14,8 +14,8 @@ from functools import partial
 from common.base.host.settings import MeshSettings
 from common.mesh.telemetry.endpoint import MetricsEndpoint, health
 from meshrl.launch.outward.host_page import HostPage
-from meshrl.launch.outward.root import RootStatus
 from meshrl.launch.outward.standing import LOOK_S, Standing
+from meshrl.launch.root import RootProcess
 from meshrl.view.metrics.mesh_gauges import read_head
 
 SETTING = "--health"
@@ -23,7 +23,7 @@ SETTING = "--health"
 
 @asynccontextmanager
 async def outward(
-    root: RootStatus,
+    root: RootProcess,
     stop: asyncio.Event,
     where: str,
     head: bool,
@@ -42,14 +42,11 @@ async def outward(
     standing = Standing(root, stop, of_mesh, stall_s, look_s)
 
     def metrics() -> str:
-        reached = root.reached
-        return reached[1].metrics if reached is not None else ""
+        return root.reached[1].metrics if root.reached is not None else ""
 
-    page = HostPage(
-        "launcher" if head else "hosting", standing, root.clock, metrics, root.place.root
-    )
+    name = "launcher" if head else "hosting"
     pages = {
-        "/metrics": page.page,
+        "/metrics": HostPage(name, standing, root.clock, metrics, root.place.root).page,
         "/livez": health(standing.not_live),
         "/readyz": health(standing.not_ready),
     }

@@ -16,8 +16,7 @@ from common.mesh.telemetry.watchdog import Watchdog
 from common.state import registry
 from common.state.pool.store import store as pool
 from common.state.redis.client import State
-from meshrl.launch.outward.root import RootStatus
-from meshrl.launch.outward.scraping import MonitoredProcess
+from meshrl.launch.root import RootProcess
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot
 
 LOOK_S = 5.0  # between two looks: each reads the whole registry, which may have thousands of rows
@@ -29,9 +28,22 @@ OfMesh = Callable[[State], Awaitable[HeadSnapshot]]
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What Redis told last."""
+class MonitoredProcess:
+    """One that runs on this host, or that should."""
 
+    service: str
+    kind: str
+    job: str = ""
+    metrics: str = ""  # where it serves its page; empty: nowhere
+    alive: bool = True  # it renews its lease
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"service": self.service, "kind": self.kind, "job": self.job}
+
+
+@dataclass(frozen=True)
+class Seen:
     entries: tuple[registry.Entry, ...] = ()  # of this host, those with a lease
     draining: str = ""  # why nothing new is placed here; empty: something may be
     mesh: HeadSnapshot | None = None
@@ -43,7 +55,7 @@ class Standing:
 
     def __init__(
         self,
-        root: RootStatus,
+        root: RootProcess,
         stop: asyncio.Event,
         of_mesh: OfMesh | None,
         stall_s: float,
@@ -127,9 +139,10 @@ class Standing:
             for e in self.seen.entries
         ]
         names = {process.service for process in alive}
-        missing = [name for name in self._planned if name not in names]
         return alive + [
-            MonitoredProcess(name, name.partition("/")[0], alive=False) for name in missing
+            MonitoredProcess(name, name.partition("/")[0], alive=False)
+            for name in self._planned
+            if name not in names
         ]
 
     def mesh(self) -> HeadSnapshot | None:

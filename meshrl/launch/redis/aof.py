@@ -27,8 +27,6 @@ class Extent:
 
 
 class Follower:
-    """Reads what is appended, each byte once."""
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._read: dict[str, tuple[int, Checksummer]] = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
@@ -18,12 +17,12 @@ from common.base.errors import StateUnavailable
 from common.mesh.process.ends.failure import tail
 from common.mesh.process.handle import Child
 from common.state.redis import embedded
-from meshrl.directory.places import MeshPlace
 
 INTERVAL_S = 1.0
 ANSWER_S = 2.0
 SILENCES = 4  # in a row, 2 s each: 8 s without an answer, and it is killed and started again
 START_S = 20.0  # reading its append-only file may take a while
+NO_ANSWER = (RedisError, OSError, TimeoutError)
 
 
 def free_port() -> int:
@@ -32,67 +31,42 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def server_in(
-    place: MeshPlace,
-    secret: str,
-    port: int = 0,
-    binary: str = "",
-    listening: embedded.Listening | None = None,
-    users: Sequence[str] = (),
-) -> tuple[embedded.EmbeddedServer, int]:
-    """The server of a mesh, and its port: 0, a socket in its directory, or, if the path of that is
-    too long, `port` or a free one; `listening`: where it does so for other hosts beside that.
-
-    Only this user can open the socket, so it is what is taken when there is a choice.
-    """
-    embedded.find_server()  # without a server it is this that fails, and says so
-    config = place.directory / "redis.conf"
-    if listening is not None:
-        told = embedded.command(place.redis, 0, binary, secret, config, listening, users)
-        return told, 0
-    try:
-        return embedded.command(place.redis, 0, binary, secret, config), 0
-    except StateUnavailable:
-        port = port or free_port()
-        return embedded.command(place.redis, port, binary, secret, config), port
-
-
 async def answers(url: str) -> bool:
     """One PING. Any answer is one, that of a server that still loads its data too, or of one whose
     disk is full: killing it would help nobody.
     """
     task = asyncio.current_task()
     asked = task.cancelling() if task else 0
+    try:
+        await _ping(url)
+        heard = True
+    except (BusyLoadingError, ResponseError):
+        heard = True
+    except NO_ANSWER:
+        heard = False
+    if task and task.cancelling() > asked:
+        raise asyncio.CancelledError  # redis-py swallows one that comes as the bytes leave
+    return heard
+
+
+async def _ping(url: str) -> None:
     client = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
     try:
         async with asyncio.timeout(ANSWER_S):
             await client.ping()
-        heard = True
-    except (BusyLoadingError, ResponseError):
-        heard = True
-    except (RedisError, OSError, TimeoutError):
-        heard = False
     finally:
         with contextlib.suppress(RedisError, OSError):
             await client.aclose()
-    if task and task.cancelling() > asked:
-        raise asyncio.CancelledError  # redis-py swallows one that comes as the bytes leave
-    return heard
 
 
 async def wait_until_ready(url: str, clock: Clock, child: Child | None, log: Path | None) -> None:
     """Returns when Redis takes commands; StateUnavailable with the end of its log otherwise."""
     until = clock.monotonic() + START_S
     while clock.monotonic() < until and (child is None or child.poll() is None):
-        client = Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                await client.ping()
-            return
-        except (RedisError, OSError, TimeoutError):
+            return await _ping(url)
+        except NO_ANSWER:
             await clock.sleep(0.03)
-        finally:
-            await client.aclose()
     said = " / ".join(tail(log, 3)) if log else ""
     fix = f"Its log {log} ends: {said}" if log else "See what $MESHRL_REDIS_URL names"
     where = embedded.without_password(url)
@@ -108,10 +82,8 @@ async def watch(url: str, clock: Clock, child: list[Child]) -> None:
     while True:
         await clock.sleep(INTERVAL_S)
         server = child[-1]
-        if await answers(url):
-            silent = (server.pid, 0)
-            continue
-        silent = (server.pid, silent[1] + 1 if silent[0] == server.pid else 1)
+        heard = await answers(url)
+        silent = (server.pid, 0 if heard else 1 + (silent[1] if silent[0] == server.pid else 0))
         if silent[1] >= SILENCES and server.poll() is None:
             server.kill()
             silent = (server.pid, 0)

@@ -40,26 +40,20 @@ def read(path: Path, damaged: Callable[[Path, Damaged], None] | None = None) -> 
     if not path.is_file():
         return Note()
     try:
-        return _read(path)
+        told = read_sealed(path)
+        try:
+            extents = {name: Extent(**row) for name, row in told["files"].items()}
+            gone, mark = tuple(told["gone"]), told["mark"]
+        except (KeyError, TypeError):
+            raise Damaged("it is of an earlier version", where=str(path)) from None
     except Damaged as error:
         if damaged is None:
             raise
         damaged(path, error)
-    return Note()
-
-
-def _read(path: Path) -> Note:
-    told = read_sealed(path)
-    if "gone" not in told:
-        raise Damaged("it is of an earlier version", where=str(path))
-    mark, files = told["mark"], told["files"]
+        return Note()
     jobs = {job: JobMark(**row) for job, row in mark["jobs"].items()}
-    extents = {
-        name: Extent(row["length"], row.get("checksum") or row["digest"])  # as earlier versions say
-        for name, row in files.items()
-    }
     noted = RollbackMark(mark["event"], mark["token"], jobs)
-    return Note(noted, extents, told["floor"], tuple(told["gone"]), told["returning"])
+    return Note(noted, extents, told["floor"], gone, told["returning"])
 
 
 def write(path: Path, note: Note) -> None:

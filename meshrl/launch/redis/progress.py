@@ -145,7 +145,6 @@ class RedisProgress:
         self._file = aof.Follower(self._place.redis)
 
     def look(self) -> Mapping[str, aof.Extent]:
-        """How far its files have been written. Blocks."""
         return self._file.look()
 
     def come_to(self, found: RollbackMark, newest: str, files: Mapping[str, aof.Extent]) -> None:

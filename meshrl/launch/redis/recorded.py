@@ -33,7 +33,6 @@ class RunRecord:
         self._mark, self._phase = RollbackMark(), ""
 
     def look(self) -> RollbackMark:
-        """How far it has come by now."""
         path, marks = self._run_dir / "events.jsonl", [self._mark]
         for line in self._new(path):
             self._checked = self._checked or is_checked(line)

@@ -89,7 +89,6 @@ class MeshRedis(Hooks):
 
     @property
     def known(self) -> RollbackMark:
-        """As far as it has come by all that is known."""
         return self._progress.known
 
     @property
@@ -153,7 +152,6 @@ class MeshRedis(Hooks):
         await self._serve()
 
     async def readmit(self) -> None:
-        """Lets the mesh in after `begin_anew`."""
         await self._let_in()
 
     async def admit_host(self, host: AdmittedHost) -> None:
@@ -324,9 +322,11 @@ class MeshRedis(Hooks):
         await self._with_room(self._progress.write, room_s)
         await rollback.raise_tokens(self._owned, floor)
         if self._untold:
-            await self._tell(self.why)
+            then = damage.FATES["redis"].then
+            fields = damage.fields("redis", self._place.redis, self.why, then, aside=self._aside)
+            self._progress.damaged.insert(0, fields)
             self._untold = False
-        while self._progress.damaged:
+        while self._progress.damaged:  # with ids above all that were seen, whatever the clock says
             found = self._progress.damaged[0]
             await events.append_above(self._owned, self.known.event, damage.EVENT, found)
             del self._progress.damaged[0]
@@ -336,12 +336,6 @@ class MeshRedis(Hooks):
             await self._users.open(self._owned)
         self._progress.follow_anew()  # the server may have cut off half a command
         self._admitted = True
-
-    async def _tell(self, why: str) -> None:
-        """An event whose id is above all that were seen, whatever the clock says."""
-        then = damage.FATES["redis"].then
-        told = damage.fields("redis", self._place.redis, why, then, aside=self._aside)
-        await events.append_above(self._owned, self.known.event, damage.EVENT, told)
 
     async def _note_forever(self) -> None:
         while True:

@@ -6,11 +6,11 @@ import asyncio
 import datetime
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 
-from common.base.errors import ConfigError
+from common.base.errors import ConfigError, StateUnavailable
 from common.state.redis import embedded
 from common.state.redis.embedded import EmbeddedServer, Listening
 from meshrl.directory.places import MeshPlace
@@ -52,12 +52,15 @@ class RedisListening:
         none that may listen where it is to.
         """
         if self._network is None:
-            server, self._port = guard.server_in(self._place, self._secret, self._port)
+            try:
+                server = self._command(0)  # a socket, which only this user can open
+            except StateUnavailable:  # the path of that is too long
+                self._port = self._port or guard.free_port()
+                server = self._command(self._port)
             return server, RedisAddresses(server.url)
         if self._listening is None:
             now = datetime.datetime.fromtimestamp(self._wall(), datetime.UTC)
-            chosen = partial(listening_in, self._place, self._network, now)
-            self._listening = await asyncio.to_thread(chosen)
+            self._listening = await asyncio.to_thread(self._chosen, self._network, now)
         server, at = self.write(), self._listening[1]
         far = self._network.url(at)
         return server, RedisAddresses(server.bare_url, server.authority, far, at.authority)
@@ -84,18 +87,28 @@ class RedisListening:
         """Puts who is let in into the configuration."""
         binary, listening = self._listening or ("", None)
         users = self._users.lines if self._users is not None else ()
-        return guard.server_in(self._place, self._secret, 0, binary, listening, users)[0]
+        return self._command(0, binary, listening, users)
 
+    def _command(
+        self,
+        port: int,
+        binary: str = "",
+        listening: Listening | None = None,
+        users: Sequence[str] = (),
+    ) -> EmbeddedServer:
+        embedded.find_server()  # without a server it is this that fails, and says so
+        config = self._place.directory / "redis.conf"
+        return embedded.command(
+            self._place.redis, port, binary, self._secret, config, listening, users
+        )
 
-def listening_in(
-    place: MeshPlace, network: Network, now: datetime.datetime
-) -> tuple[str, Listening]:
-    """The binary of the server that listens for other hosts, and where, with a new certificate in
-    the mesh's directory. ConfigError: no server here can do TLS, and others than processes of this
-    machine would reach it.
-    """
-    server = server_for(network.listen)
-    return server, network.listening(place.directory, now if can_tls(server) else None)
+    def _chosen(self, network: Network, now: datetime.datetime) -> tuple[str, Listening]:
+        """The binary of the server that listens for other hosts, and where, with a new certificate
+        in the mesh's directory. ConfigError: no server here can do TLS, and others than processes
+        of this machine would reach it.
+        """
+        server = server_for(network.listen)
+        return server, network.listening(self._place.directory, now if can_tls(server) else None)
 
 
 def server_for(listen: str) -> str:

@@ -28,7 +28,8 @@ async def absolved(
     if full or (failure is not None and failure.restart == "always"):
         return True
     try:
-        quiet_s = await _since_progress(state)
+        last_ms = max((row.progress_ms for row in await jobs.jobs(state)), default=0)
+        quiet_s = (await server_ms(state) - last_ms) / 1000  # since any job came further
     except (StateUnavailable, DeadlineExceeded):
         return True
     if failure is not None and failure.restart == "patient":
@@ -42,9 +43,3 @@ async def absolved(
     return await reports.tell(
         EndReport(spec.name, end.code, end.why, failure, spent=True, log=log, event=False)
     )
-
-
-async def _since_progress(state: State) -> float:
-    """Seconds since any job came further; StateUnavailable."""
-    last_ms = max((row.progress_ms for row in await jobs.jobs(state)), default=0)
-    return (await server_ms(state) - last_ms) / 1000

@@ -36,7 +36,6 @@ class MeshNursery(Hooks):
         budget: tuple[int, float],
         ended: Callable[[Child, ChildEnd], Awaitable[None]] | None = None,
     ) -> None:
-        """`ended` hears of each end."""
         self._host, self._clock, self._socket = host, clock, place.nursery
         self._heard = ended
         self._watching: asyncio.Task[None] | None = None

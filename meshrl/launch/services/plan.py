@@ -47,7 +47,6 @@ class Service:
 
 
 def nursery(socket: Path) -> list[str]:
-    """The command line of a nursery at `socket`."""
     return [sys.executable, "-m", "common.mesh.process.forking.nursery", str(socket), *NURSERY]
 
 
@@ -80,7 +79,6 @@ def ports_of_host(workers: int) -> int:
 
 
 def planner(name: str, standby: bool) -> Service:
-    """One of those of which one leads."""
     purpose = "stands by" if standby else "decides who computes what where"
     return _service(name, "services.planner", purpose, "--name", name)
 
@@ -103,9 +101,8 @@ def _service(name: str, module: str, purpose: str, *arguments: str) -> Service:
 
 
 def gateway(listen: str, advertise: str) -> Service:
-    """The door for people who hold a token."""
-    words = ["-m", "services.gateway", "--listen", listen, "--advertise", advertise]
-    return Service("gateway", (sys.executable, *words), "the door for who holds a token")
+    words = ("--listen", listen, "--advertise", advertise)
+    return _service("gateway", "services.gateway", "the door for who holds a token", *words)
 
 
 def services_of(config: JobConfig) -> list[Service]:

@@ -79,7 +79,6 @@ class Services(Hooks):
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Names of those that are kept running."""
         return self._planned if self.running else ()
 
     @property
@@ -91,7 +90,6 @@ class Services(Hooks):
 
     @property
     def children(self) -> Iterator[tuple[str, Child]]:
-        """The nursery and the services that run now, by name."""
         for supervisor in (self._nursery.supervisor, self._supervisor):
             if supervisor is not None:
                 yield from supervisor.children.items()
@@ -199,7 +197,6 @@ class Services(Hooks):
             print(f"ended {len(pids)} processes that had not stopped: {pids}", file=sys.stderr)
 
     def close(self) -> None:
-        """Drops the ends that could not be told."""
         if self._reports is not None:
             self._reports.stop()
 

@@ -47,9 +47,8 @@ from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.hosts import membership, notice
-from meshrl.launch.hosts.joining import standing
+from meshrl.launch.hosts.joining import standing, write_location
 from meshrl.launch.hosts.membership import AUTHORITY, Membership
-from meshrl.launch.hosts.told import keep
 from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, line_to
@@ -312,7 +311,7 @@ async def test_a_member_that_comes_back_is_told_where_redis_is_now(mesh: Mesh) -
     here = MeshSettings(first.redis_url, "here", secret=first.secret, authority="old.pem")
     here.to_file(place.settings)
     async with line_to(mesh.member(token)) as line:
-        keep(place, await line.call(Gateway.whereabouts, LocateRedis()))
+        write_location(place, await line.call(Gateway.whereabouts, LocateRedis()))
     now = MeshSettings.from_file(place.settings)
     assert (now.redis_url, now.stall_s) == (ABOUT["redis_url"], 7.0)
     assert (place.directory / AUTHORITY).read_text() == "PEM" and now.secret == first.secret

@@ -32,6 +32,7 @@ SPARE = datetime.timedelta(days=365)  # an authority that ends sooner is replace
 SKEW = datetime.timedelta(days=1)  # by which clocks of hosts may differ
 
 AUTHORITY, AUTHORITY_KEY = embedded.AUTHORITY_FILE, "authority-key.pem"  # in the mesh's directory
+AUTHORITY_NAME = "meshrl authority"
 CERTIFICATE, KEY = "redis.pem", "redis-key.pem"
 
 
@@ -48,7 +49,9 @@ def issue(directory: Path, names: Sequence[str], now: datetime.datetime) -> None
         .add_extension(x509.SubjectAlternativeName([_named(name) for name in names]), False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False)
-        .add_extension(_known_by(authority_key), False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), False
+        )
     )
     signed = builder.sign(authority_key, hashes.SHA256())
     documents.put(directory / KEY, _private(key))
@@ -66,11 +69,9 @@ def _authority(
         if now + SPARE < found.not_valid_after_utc and found.public_key() == private.public_key():
             return found, private
     private = ec.generate_private_key(ec.SECP256R1())
-    builder = _begun("meshrl authority", now)
     made = (
-        builder.issuer_name(
-            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "meshrl authority")])
-        )
+        _begun(AUTHORITY_NAME, now)
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, AUTHORITY_NAME)]))
         .public_key(private.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
         .add_extension(_SIGNS, True)
@@ -104,10 +105,6 @@ def _begun(name: str, now: datetime.datetime) -> x509.CertificateBuilder:
         .not_valid_before(now - SKEW)
         .not_valid_after(now + VALID)
     )
-
-
-def _known_by(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
-    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
 
 
 def _named(name: str) -> x509.GeneralName:

@@ -31,7 +31,6 @@ def too_many(listed: str) -> list[str]:
 
 
 async def cut_off(owner: State, clock: Clock) -> None:
-    """Cuts them off, for ever."""
     while True:
         await clock.sleep(INTERVAL_S)
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):

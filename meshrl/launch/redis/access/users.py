@@ -72,7 +72,8 @@ class HostUsers:
         """Lets all hosts on record in, and nobody else: their users, the scripts that these may run
         by name, and the list that their keys are held to. Safe twice.
         """
-        for script in _scripts():
+        scripts = {path.stem for path in SCRIPTS.glob("*/*.lua")} - {"prelude"}
+        for script in sorted(name for name in scripts if not name.startswith("_")):
             await _asked(owner, "SCRIPT", "LOAD", script_source(script)[0])
         for host in self.hosts.values():
             await self.let_in(owner, host)
@@ -81,7 +82,6 @@ class HostUsers:
                 await self.let_out(owner, name)
 
     async def let_in(self, owner: State, host: AdmittedHost) -> None:
-        """Makes the users of one."""
         for name, words in _users(host, on=True):
             await _asked(owner, "ACL", "SETUSER", name, *words)
         await doors.admit_host(owner, host.host)
@@ -110,11 +110,6 @@ def _users(host: AdmittedHost, on: bool) -> Iterable[tuple[str, list[str]]]:
         (redis_user(role, host.host), rights.rules(role, host.host, digest, on))
         for role, digest in sorted(host.passwords.items())
     ]
-
-
-def _scripts() -> list[str]:
-    names = (path.stem for path in SCRIPTS.glob("*/*.lua"))
-    return sorted(name for name in names if not name.startswith("_") and name != "prelude")
 
 
 async def _asked(owner: State, *words: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.launch.head.absences import Absences
+from meshrl.launch.head.admitting import Absences
 
 
 def test_a_host_is_away_for_long_when_no_look_in_between_has_found_it() -> None:

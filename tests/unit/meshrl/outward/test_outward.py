@@ -24,6 +24,7 @@ from common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.outward.standing import OLD_S, Standing
+from meshrl.launch.root import RootProcess
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot
 from sim.redis.client import SimulatedRedis
@@ -34,7 +35,7 @@ WITHIN_S = 30.0  # on a busy host; each comes within a second or two
 
 
 @dataclass
-class Root:
+class Root(RootProcess):
     """A root process that a test sets."""
 
     place: MeshPlace
