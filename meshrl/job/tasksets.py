@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from common.base.errors import ConfigError
 from common.job.config import JobConfig
@@ -30,9 +33,12 @@ def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
         argv += ["--options", json.dumps(environment.verifiers_options), "--most", str(most)]
         argv += ["--modules", str(modules), "--rows", str(rows)]
         log = Path(scratch) / "said"
-        code = _run(argv, log)
-        if code is None:
-            raise ConfigError(f"taskset {environment.verifiers!r} did not load in {LOAD_S:.0f} s")
+        try:
+            with guarded([f"exec:{argv[0]}", *argv[1:]], log) as process:
+                code = process.wait(LOAD_S)
+        except subprocess.TimeoutExpired as error:
+            wrong = f"taskset {environment.verifiers!r} did not load in {LOAD_S:.0f} s"
+            raise ConfigError(wrong) from error
         if code:
             said = "\n".join(failure.tail(log, 3))
             raise ConfigError(f"taskset {environment.verifiers!r} does not load: {said}")
@@ -47,28 +53,26 @@ def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
     return lines[: dataset.held_out_tasks], lines[dataset.held_out_tasks :]
 
 
-def _run(argv: list[str], log: Path) -> int | None:
-    """The exit status of a program, which writes to `log`, or None if it did not end in time. All
-    that it has started has ended, too.
+@contextmanager
+def guarded(
+    argv: list[str], log: Path, *, python: Sequence[str] = GUARDED, **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program that writes to `log`, as `child.py` takes its command line; with the block all that
+    it has started ends, too. `options` are those of `Popen`.
     """
-    owner, ours = os.pipe()
+    owner, ours = os.pipe()  # a guard ends all of them, and bounds what they write
+    fds = [owner, *options.pop("pass_fds", ())]
     try:
         with log.open("ab") as said:
-            process = subprocess.Popen(
-                [*GUARDED, f"guard={owner}", "--", f"exec:{argv[0]}", *argv[1:]],
-                stdout=said,
-                stderr=said,
-                pass_fds=[owner],
-            )
-        try:
-            return process.wait(LOAD_S)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            os.close(ours)
-            process.wait()
+            command = [*python, f"guard={owner}", "--", *argv]
+            process = subprocess.Popen(command, stdout=said, stderr=said, pass_fds=fds, **options)
     finally:
         os.close(owner)
+    try:
+        yield process
+    finally:
+        os.close(ours)
+        process.wait()
 
 
 def module_of(taskset: str) -> str:

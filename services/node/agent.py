@@ -32,10 +32,9 @@ from common.state.pool.placing.taking import ALL
 from common.state.pool.workers.names import worker_process
 from services.node import old_runs
 from services.node.adopting import Notes
-from services.node.distance import Distance
 from services.node.gpus.accelerators import WorkerAccelerator
 from services.node.gpus.watch import GpuWatch
-from services.node.host_load import HostLoad
+from services.node.host_load import Distance, HostLoad
 from services.node.isolation import OwnIsolation
 from services.node.job_services import JobServices
 from services.node.log_files import HostLogFiles
@@ -63,7 +62,7 @@ class NodeAgent(Actor, Hooks):
         accelerators: list[WorkerAccelerator],
         worker_options: list[str],
         prefix: str,
-        service_options: list[str] | None = None,
+        service_options: Sequence[str] = (),
         takes: Sequence[str] = ALL,
     ) -> None:
         """Workers are called `prefix` and a number, which is unique to this host in the mesh.
@@ -79,7 +78,7 @@ class NodeAgent(Actor, Hooks):
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
         self._reports = Reports(mesh.state, mesh.clock)
         self.leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, self._children)
-        self.services = JobServices(mesh, self._root, self.leases, service_options or [])
+        self.services = JobServices(mesh, self._root, self.leases, service_options)
         self._distance = Distance(mesh)
         self._load = HostLoad(mesh, self._root)
         self._isolation = OwnIsolation(mesh, takes)

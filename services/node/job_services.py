@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +46,7 @@ KINDS = ("rollout", "sandbox")
 ENVIRONMENT: Mapping[str, Mapping[str, str]] = {"rollout": {}, "sandbox": {NURSERY_ENV: OFF}}
 
 
-def command(name: str, options: list[str]) -> list[str]:
+def command(name: str, options: Sequence[str]) -> list[str]:
     kind, job, number = names.service(name)
     module = [sys.executable, "-m", f"services.{kind}"]
     about = ["--name", name] if kind == "sandbox" else ["--job", job, "--shard", str(number)]
@@ -59,10 +59,8 @@ def program(name: str) -> list[str]:
 
 
 class JobServices(Hooks):
-    def __init__(
-        self, mesh: Mesh, root: Path, leases: LeaseWatch, options: list[str] | None = None
-    ) -> None:
-        self._mesh, self._root, self._leases, self._options = mesh, root, leases, options or []
+    def __init__(self, mesh: Mesh, root: Path, leases: LeaseWatch, options: Sequence[str]) -> None:
+        self._mesh, self._root, self._leases, self._options = mesh, root, leases, options
         self._notes = Notes(mesh, root / f"{mesh.name.replace('/', '-')}-services.json", program)
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
         self._reports = Reports(mesh.state, mesh.clock)

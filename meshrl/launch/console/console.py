@@ -14,6 +14,7 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def begin(place: MeshPlace, name: str) -> None:
     try:
         made_private(place.directory)
         place.logs.mkdir(parents=True, exist_ok=True)
-        console = LogPrinter(place.logs, ObjectOutput(os.dup(1)))
+        console = LogPrinter(place.logs, os.dup(1))
         log = opened_log(place.log(name))
     except OSError as error:
         raise ConfigError(
@@ -67,47 +68,15 @@ def end() -> None:
         console.end()
 
 
-class ObjectOutput:
-    """The standard output that objects go to, by a descriptor of its own: one that is closed, full
-    or stuck hinders nobody. `gone` once nobody reads it any more.
+class LogPrinter:
+    """Follows the logs of a directory: what is there already has been told. Standard output that is
+    not read holds up its thread alone, and one that is closed nothing.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._left = b""  # that was not taken yet
-        self.gone = False
-
-    @property
-    def stuck(self) -> bool:
-        """Whether something is left that it has not taken."""
-        return bool(self._left) and not self.gone
-
-    def add(self, text: str) -> None:
-        if not self.gone:
-            self._left += text.encode()
-
-    def write(self, patience_s: float) -> None:
-        """Hands over what there is, as far as it is taken; waits so long for each 4 KiB."""
-        left = memoryview(self._left)
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLOUT)
-        while left and not self.gone:
-            if not poll.poll(patience_s * 1000):
-                break
-            try:
-                left = left[os.write(self._descriptor, left[:STEP_BYTES]) :]
-            except BlockingIOError:
-                break
-            except OSError:  # its reader has gone, or its disk is full
-                self.gone = True
-        self._left = bytes(left)
-
-
-class LogPrinter:
-    """Follows the logs of a directory: what is there already has been told."""
-
-    def __init__(self, logs: Path, output: ObjectOutput) -> None:
+    def __init__(self, logs: Path, output: int) -> None:
+        """`output`: a descriptor of its own."""
         self._logs, self._output = logs, output
+        self._gone = False  # nobody reads the output any more, or its disk is full
         self._files = {path: Followed(path, path.stat().st_size) for path in logs.glob("*.log")}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
@@ -131,7 +100,7 @@ class LogPrinter:
         while not self._ending.wait(0.0 if behind else POLL_S):
             behind = self._looked()
         until = time.monotonic() + LAST_S
-        while self._looked() and not self._output.gone and time.monotonic() < until:
+        while self._looked() and not self._gone and time.monotonic() < until:
             pass
         self._looked(last=True)
 
@@ -145,44 +114,43 @@ class LogPrinter:
             if self._failed != str(error):
                 self._failed = str(error)
                 self._tell(f"the logs cannot be followed now: {error}", "error")
-                self._output.write(POLL_S)
             return False
         return behind
 
-    def _look(self, last: bool = False) -> bool:
-        """Prints a part of each file, and returns whether more is there. What was read is handed
-        over before more is: a reader that is slow holds up this thread alone, and the rest waits on
-        the disk.
+    def _look(self, last: bool) -> bool:
+        """Prints a part of each file, and returns whether more is there. What was read is printed
+        before more is: the rest waits on the disk.
         """
-        self._output.write(POLL_S)
         there = sorted(self._logs.glob("*.log"))
         for path in there:
             self._files.setdefault(path, Followed(path, 0))
         now_s, timestamp, gone = time.monotonic(), _now(), self._files.keys() - there
         for path, file in list(self._files.items()):
-            if self._output.stuck:
-                break
             if path in gone:
                 del self._files[path]
-            told = file.rest(timestamp) if path in gone else file.objects(now_s, timestamp, last)
-            for line in told:
-                self._output.add(line + "\n")
-            self._output.write(POLL_S)
+            new = file.rest(timestamp) if path in gone else file.objects(now_s, timestamp, last)
+            self._print(new)
         if now_s - self._bounded_s > BOUND_S:
             self._bounded_s = now_s
-            self._bound()
-        return self._output.stuck or any(file.behind for file in self._files.values())
-
-    def _bound(self) -> None:
-        for path, file in self._files.items():
-            if passed := file.pass_over(BEHIND_BYTES):
-                told = f"{passed} bytes of {path.name} were not printed: nobody read fast enough"
-                self._tell(told, "warning")
-            bound_file(path)
+            for path, file in self._files.items():
+                if passed := file.pass_over(BEHIND_BYTES):
+                    unread = f"{passed} bytes of {path.name} were not printed"
+                    self._tell(f"{unread}: nobody read fast enough", "warning")
+                bound_file(path)
+        return any(file.behind for file in self._files.values())
 
     def _tell(self, event: str, level: str) -> None:
         about = {"service": "console", "event": event, "level": level, "timestamp": _now()}
-        self._output.add(json.dumps(about) + "\n")
+        self._print([json.dumps(about)])
+
+    def _print(self, objects: Iterable[str]) -> None:
+        left = memoryview("".join(f"{one}\n" for one in objects).encode())
+        try:
+            while left and not self._gone:
+                select.select([], [self._output], [])  # it may not wait by itself
+                left = left[os.write(self._output, left[:STEP_BYTES]) :]
+        except OSError:
+            self._gone = True
 
 
 def _now() -> str:

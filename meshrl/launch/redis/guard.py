@@ -1,28 +1,37 @@
-"""Guards the mesh's own Redis: starts it, sends a PING each second, kills it when it stays
-silent.
+"""Guards the mesh's own Redis: sends a PING each second, kills it when it stays silent, and cuts
+off connections that do not say who they are after a while, or where there are many.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 
 from common.base.clock import Clock
-from common.base.errors import StateUnavailable
+from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.ends.failure import tail
 from common.mesh.process.handle import Child
 from common.state.redis import embedded
+from common.state.redis.client import State
 
 INTERVAL_S = 1.0
 ANSWER_S = 2.0
 SILENCES = 4  # in a row, 2 s each: 8 s without an answer, and it is killed and started again
 START_S = 20.0  # reading its append-only file may take a while
 NO_ANSWER = (RedisError, OSError, TimeoutError)
+# Connections that do not say who they are take places of those that do.
+STRANGER_S = 5  # for a handshake and a password: milliseconds, and a second on a busy host
+MOST = 64  # that are waited for at a time; all clients together are 10,000 at most
+# A client of no user is listed as one of `default`, whose password nobody has.
+STRANGER = re.compile(r"\bid=(\d+) .*\bage=(\d+) .*\buser=default\b")
+OWNER_S = 5.0  # for an answer to the server's owner
 
 
 def free_port() -> int:
@@ -87,3 +96,22 @@ async def watch(url: str, clock: Clock, child: list[Child]) -> None:
         if silent[1] >= SILENCES and server.poll() is None:
             server.kill()
             silent = (server.pid, 0)
+
+
+def too_many(listed: str) -> list[str]:
+    """The ids of those to cut off, of all clients as Redis lists them: the oldest first."""
+    found = [match.groups() for match in map(STRANGER.search, listed.splitlines()) if match]
+    by_age: Sequence[tuple[str, int]] = sorted(
+        ((client, int(age)) for client, age in found), key=lambda one: -one[1]
+    )
+    spare = len(by_age) - MOST
+    return [client for n, (client, age) in enumerate(by_age) if age >= STRANGER_S or n < spare]
+
+
+async def cut_off(owner: State, clock: Clock) -> None:
+    while True:
+        await clock.sleep(INTERVAL_S)
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            listed = await owner.command("CLIENT", "LIST", deadline_s=OWNER_S)
+            for client in too_many(str(listed)):
+                await owner.command("CLIENT", "KILL", "ID", client, deadline_s=OWNER_S)

@@ -33,7 +33,6 @@ from common.state.server import rollback
 from common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
-from meshrl.launch.redis.access import strangers
 from meshrl.launch.redis.access.network import Network, far_url
 from meshrl.launch.redis.access.users import HostUsers
 from meshrl.launch.redis.aside import complaint, rename
@@ -134,7 +133,7 @@ class MeshRedis(Hooks):
             watching = guard.watch(self._owner_url, self._clock, self._children)
             self._tasks.append(self._task("watch redis", watching))
             if self._users is not None:  # others than this user reach it
-                cutting = strangers.cut_off(self._owned, self._clock)
+                cutting = guard.cut_off(self._owned, self._clock)
                 self._tasks.append(self._task("cut strangers off from redis", cutting))
 
     async def begin_anew(self, why: str, room_s: float | None = None) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from meshrl.job.checks.file import (
     algorithm,
-    engines,
     experts,
     extras,
     files,
@@ -23,7 +22,7 @@ from meshrl.job.loaded import Check, JobFile
 NUMBERS: tuple[Check, ...] = (
     sizes.buckets,
     sizes.paces,
-    engines.degrees,
+    sizes.degrees,
     sizes.workers,
     sizes.pool,
     judges.evaluation,
@@ -41,7 +40,7 @@ FILES: tuple[Check, ...] = (  # which a run has copies of: they do not change
 )
 SHAPES: tuple[Check, ...] = (  # of models that are there
     models.shapes,
-    engines.divides,
+    sizes.divides,
     experts.check,
     extras.check,
 )

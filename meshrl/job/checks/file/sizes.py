@@ -1,4 +1,6 @@
-"""Checks that numbers of a job go together: buckets, paces, workers, the job's part of a pool."""
+"""Checks that numbers of a job go together: buckets, paces, workers, the job's part of a pool, and
+the degrees of tensor parallelism that engines may have.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,10 @@ from common.job.pace import profile, training_pace
 from common.state.pool.demand.asking import need_of
 from common.state.pool.placing.fitting import tight_floor
 from meshrl.job.loaded import JobFile
+from meshrl.job.model_files import shape
+
+KEY = "rollout.tensor_parallel"
+OF_SGLANG = ("--tp", "--tp-size", "--tensor-parallel-size")  # its flags that say the same
 
 
 def buckets(job: JobFile) -> None:
@@ -67,3 +73,40 @@ def pool(job: JobFile) -> None:
             "or rollout.tensor_parallel above 1)",
             "Give it more, or 0 for as many as there are",
         )
+
+
+def degrees(job: JobFile) -> None:
+    """Degrees are powers of two that something here computes with, or imitates."""
+    rollout = job.config.rollout
+    given = rollout.tensor_parallel
+    if not given:
+        raise job.fail(KEY, f"{KEY} is empty", "Set [1], or the degrees that engines may have")
+    if odd := [degree for degree in given if degree & (degree - 1)]:
+        raise job.fail(KEY, f"{KEY} has {odd[0]}, which is no power of two")
+    if max(given) == 1:
+        return
+    if rollout.engine != "sglang" and not rollout.pace:
+        wrong = f"{KEY} has {max(given)}, and the built-in engine computes on one worker"
+        fix = 'Set rollout.engine = "sglang", or rollout.pace to imitate an accelerator'
+        raise job.fail(KEY, wrong, fix)
+    if flag := next((o for o in rollout.sglang_options if o.partition("=")[0] in OF_SGLANG), ""):
+        wrong = f"rollout.sglang_options has {flag}, which {KEY} says already"
+        raise job.fail("rollout.sglang_options", wrong, "Leave it out")
+
+
+def divides(job: JobFile) -> None:
+    """Each worker of an engine has as many heads as the others. A paced engine stands for another
+    model than the one that it computes.
+    """
+    if job.config.rollout.pace or max(job.config.rollout.tensor_parallel) == 1:
+        return
+    model = shape(job.config)
+    for degree in job.config.rollout.tensor_parallel:
+        shared = model.kv_heads % degree and degree % model.kv_heads
+        if model.heads % degree or shared:
+            raise job.fail(
+                KEY,
+                f"{KEY} has {degree}, and the model's {model.heads} heads with {model.kv_heads} of "
+                "keys and values cannot be divided among so many workers",
+                "Leave that degree out",
+            )

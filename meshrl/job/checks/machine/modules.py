@@ -32,6 +32,7 @@ from meshrl.job.checks.machine.together import raise_all
 from meshrl.job.loaded import JobFile
 from meshrl.job.references import all_references
 from meshrl.job.rows import TimedRows
+from meshrl.job.tasksets import guarded
 
 IMPORT_S = 30.0  # as long as a sandbox lets a worker import
 SAMPLED = 64  # rows of a dataset that an environment opens beside its first one
@@ -39,6 +40,7 @@ SAMPLE_S = 0.4  # for reading them, and for opening them
 QUIET_S = 5.0  # after which somebody who waits is told what for
 DUMP_S = 2.0  # for a killed import to say where it was: milliseconds, on a quiet machine
 SAID_LINES = 3
+GUARD = child.__name__
 OURS = ("meshrl", "common", "services", "kernels")
 MEND = "Mend it; --dry-run tries it again"
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in')
@@ -106,30 +108,20 @@ class _Trial:
 
     def run(self, asked: dict[str, Any]) -> None:
         read, write = os.pipe()
-        owner, ours = os.pipe()  # a guard ends all that the modules have started, and bounds `said`
         log, input = self.modules.with_name("said"), self.modules.with_name("asked")
         input.write_text(json.dumps(asked))
-        with log.open("ab") as said, input.open("rb") as asking:
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", child.__name__, f"guard={owner}", "--"),
-                    *(f"module:{trial.__name__}", str(write)),
-                ],
-                stdin=asking,
-                stdout=said,
-                stderr=said,
-                pass_fds=[write, owner],
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            os.close(write)
-            os.close(owner)
-            try:
+        argv, python = [f"module:{trial.__name__}", str(write)], (sys.executable, "-m", GUARD)
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        own = {"pass_fds": [write], "start_new_session": True, "env": env}
+        try:
+            with (
+                input.open("rb") as asking,
+                guarded(argv, log, python=python, stdin=asking, **own) as process,
+            ):
+                os.close(write)
                 raise_all(self._problems(process, read, log))
-            finally:
-                os.close(ours)
-                process.wait()
-                os.close(read)
+        finally:
+            os.close(read)
 
     def _problems(
         self, process: subprocess.Popen[bytes], read: int, log: Path

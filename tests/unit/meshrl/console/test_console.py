@@ -18,7 +18,6 @@ from common.base.errors import ConfigError
 from common.mesh.process.output.log_bounds import LOG_BYTES
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console
-from meshrl.launch.console.console import ObjectOutput
 from meshrl.launch.console.followed import Followed
 from tests.load import scaled
 
@@ -104,7 +103,7 @@ def test_a_log_that_is_gone_is_told_to_its_last_word_and_begun_anew(told: Told) 
 
 def test_no_log_is_looked_at_for_ever(tmp_path: Path) -> None:
     reads, writes = os.pipe()
-    following = console.LogPrinter(tmp_path, ObjectOutput(writes))
+    following = console.LogPrinter(tmp_path, writes)
     following.start()
     for number in range(3):
         (tmp_path / f"{number}.log").write_text("x\n")
@@ -127,31 +126,15 @@ def test_who_hangs_up_or_does_not_read_ends_nothing_and_hinders_no_end(told: Tol
     assert told.next()["event"] == "x" * 100
 
 
-def test_a_reader_that_has_gone_is_written_to_no_more() -> None:
+def test_a_reader_that_has_gone_is_written_to_no_more(tmp_path: Path) -> None:
     reads, writes = os.pipe()
-    output = ObjectOutput(writes)
+    following = console.LogPrinter(tmp_path, writes)
+    following.start()
     os.close(reads)
-    output.add("x\n")
-    output.write(1.0)
-    assert output.gone and not output.stuck
+    (tmp_path / "0.log").write_text("x\n")
+    following.end()
+    assert following.followed == 1
     os.close(writes)
-
-
-def test_a_full_pipe_takes_the_rest_later_and_whole() -> None:
-    reads, writes = os.pipe()
-    output, text = ObjectOutput(writes), "".join(f"{i:07d}\n" for i in range(40_000))
-    output.add(text)
-    output.write(0.0)
-    assert output.stuck
-    found = b""
-    while output.stuck:
-        found += os.read(reads, 1 << 16)
-        output.write(0.0)
-    os.close(writes)
-    while part := os.read(reads, 1 << 16):
-        found += part
-    assert found.decode() == text
-    os.close(reads)
 
 
 def all_of(file: Followed, last: bool = False) -> list[str]:
@@ -166,7 +149,7 @@ def test_a_file_that_is_too_long_starts_again_once_it_was_printed_or_told(tmp_pa
     reads, writes = os.pipe()
     log = tmp_path / "engine-0.log"
     log.touch()
-    following = console.LogPrinter(tmp_path, ObjectOutput(writes))
+    following = console.LogPrinter(tmp_path, writes)
     with log.open("ab") as file:
         os.posix_fallocate(file.fileno(), 0, LOG_BYTES + 1)
     following.start()

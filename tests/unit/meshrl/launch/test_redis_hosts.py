@@ -39,7 +39,7 @@ from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.access import certificate
 from meshrl.launch.redis.access.network import Network
-from meshrl.launch.redis.access.strangers import MOST, too_many
+from meshrl.launch.redis.guard import MOST, too_many
 from meshrl.launch.redis.server import MeshRedis
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
