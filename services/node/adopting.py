@@ -57,8 +57,7 @@ class Notes:
         )
         found = {child.name: child for child in registered if child is not None}
         for name, process in self.read().items():  # what is noted counts more
-            child = mesh.host.adopt(*process, name=name)
-            if child is not None:
+            if (child := mesh.host.adopt(*process, name=name)) is not None:
                 found[name] = child
         return found
 

@@ -126,8 +126,7 @@ class NodeAgent(Actor, Hooks):
         running = await self._notes.running(["worker"])
         for place, accelerator in enumerate(self._accelerators):
             spec = self._spec(f"{self._prefix}{place}", accelerator)
-            adopted = running.get(spec.name)
-            if adopted is not None:
+            if (adopted := running.get(spec.name)) is not None:
                 self._adopted.add(spec.name)
             await self._supervisor.add(spec, adopted=adopted)
         await self.services.adopt()

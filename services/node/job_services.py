@@ -111,8 +111,7 @@ class JobServices(Hooks):
         for name in sorted(self._known):
             if names.service(name)[0] == kind or not kind:
                 self._end(name)
-        tasks = list(self._ending.values())
-        if tasks:
+        if tasks := list(self._ending.values()):
             await asyncio.wait(tasks)
         if not kind:
             self._code.stop()

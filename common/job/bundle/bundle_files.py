@@ -53,9 +53,3 @@ def of(document: Mapping[str, Any]) -> Files:
     """The files that a job's document lists; none in a document from before they were."""
     found: Files = document["bundle"].get("files", {})
     return found
-
-
-def folder(path: str) -> str:
-    """The folder of a name in a bundle; the name itself where it lies in none."""
-    parent, _, _ = path.rpartition("/")
-    return parent or path

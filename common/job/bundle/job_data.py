@@ -85,7 +85,7 @@ class JobData:
     def tokenizer(self) -> Path:
         """The bundled tokenizer.json; beside it lie the files that belong to it. Damaged."""
         name = self.config.model.tokenizer or "tokenizer.json"
-        self._whole(bundle_files.folder(name))
+        self._whole(name.rpartition("/")[0] or name)  # its folder, if it lies in one
         return self.bundle / name
 
     @property

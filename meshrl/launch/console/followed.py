@@ -29,8 +29,7 @@ class Followed:
         """What came since the last look, at most `PART_BYTES` of it; with `last` also what is not
         whole.
         """
-        part = self._part()
-        if part:
+        if part := self._part():
             self._grew_s = now_s
             *whole, self._begun = (self._begun + part).split(b"\n")
             if len(self._begun) > LINE_BYTES:

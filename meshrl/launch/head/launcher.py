@@ -171,8 +171,7 @@ class Launcher(RootProcess):
         """Why it does not do its work now; empty: it does."""
         if self._going_back is not None:
             return "Redis is not as it was, and all that acted on it starts anew"
-        supervisor = self._redis.supervisor
-        if supervisor is not None and not supervisor.children:
+        if (supervisor := self._redis.supervisor) is not None and not supervisor.children:
             return "redis is down"
         return super().hindered
 

@@ -83,8 +83,7 @@ class Standing:
     async def look(self) -> None:
         """Reads what Redis tells of this host, again and again. Never returns."""
         while True:
-            reached = self._root.reached
-            if reached is not None:
+            if (reached := self._root.reached) is not None:
                 await self._look(*reached)
             await self._clock.sleep(SOON_S if self.not_ready() else self._look_s)
 

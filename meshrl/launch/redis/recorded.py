@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.base.files.lines import Row, is_checked, row_of
 from common.records.checkpoints import all_checkpoints
@@ -48,11 +49,11 @@ class RunRecord:
         for checkpoint in all_checkpoints(self._run_dir):
             # It is written before the step commits that it is of.
             lineage, step = map(int, checkpoint.stem.split("-")[1:3])
-            marks.append(self._one(JobMark(lineage, step - 1)))
+            marks.append(self._one(lineage=lineage, version=step - 1))
         self._mark = joined(marks)
         if self._mark.empty:
             return self._mark
-        return joined([self._mark, self._one(JobMark(run_dir=str(self._run_dir)), self._phase)])
+        return joined([self._mark, self._one(run_dir=str(self._run_dir), phase=self._phase)])
 
     def _new(self, path: Path) -> Iterator[bytes]:
         """Whole lines that have been added; all of them where the file was made again."""
@@ -77,14 +78,13 @@ class RunRecord:
         if fields.get("job") != self._job:
             return mark
         if kind == "opened" and fields["groups"]:
-            return joined([mark, self._one(JobMark(next_group=max(fields["groups"]) + 1))])
+            return joined([mark, self._one(next_group=max(fields["groups"]) + 1)])
         if kind == "phase":
             self._phase = str(fields["phase"])
         if kind in STANDS:
-            one = JobMark(int(fields["lineage"]), int(fields["version"]))
-            return joined([mark, self._one(one)])
+            at = {key: int(fields[key]) for key in ("lineage", "version")}
+            return joined([mark, self._one(**at)])
         return mark
 
-    def _one(self, one: JobMark, phase: str = "") -> RollbackMark:
-        about = JobMark(one.lineage, one.version, one.next_group, one.run_dir, phase)
-        return RollbackMark(FIRST, 0, {self._job: about})
+    def _one(self, **about: Any) -> RollbackMark:
+        return RollbackMark(FIRST, 0, {self._job: JobMark(**about)})

@@ -257,9 +257,7 @@ class MeshRedis(Hooks):
         if end.asked or self._starting:
             return
         had_been_in, self._admitted = self._admitted, False
-        said = ""
-        if not had_been_in and end.code > 0:
-            said = complaint(self._log, since)
+        said = complaint(self._log, since) if not had_been_in and end.code > 0 else ""
         self._place.redis.mkdir(parents=True, exist_ok=True, mode=0o700)
         await self._owner.ended(child, end)
         if said:

@@ -165,16 +165,14 @@ class Services(Hooks):
 
     async def stop(self, *, nursery: bool = True) -> None:
         """Ends them in reverse order of the start, and the nursery, unless it is needed still."""
-        supervisor = self._forget()
-        if supervisor is not None:
+        if (supervisor := self._forget()) is not None:
             await supervisor.stop(STAGE_S)
         if nursery:
             await self._nursery.stop(GRACE_S)
 
     async def kill(self) -> None:
         """Ends everything of this host at once, what others have started too."""
-        supervisor = self._forget()
-        if supervisor is not None:
+        if (supervisor := self._forget()) is not None:
             for child in supervisor.children.values():
                 child.kill()
             await supervisor.stop(GRACE_S)
@@ -192,8 +190,7 @@ class Services(Hooks):
     async def end_leftovers(self) -> None:
         """Ends what has not stopped, but for a nursery that is needed still, and says so."""
         spared = [child.pid for child in self._nursery.supervisor.children.values()]
-        pids = await leftovers.end_all(self._place.settings.resolve(), GRACE_S, spared)
-        if pids:
+        if pids := await leftovers.end_all(self._place.settings.resolve(), GRACE_S, spared):
             print(f"ended {len(pids)} processes that had not stopped: {pids}", file=sys.stderr)
 
     def close(self) -> None:

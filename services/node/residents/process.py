@@ -233,8 +233,7 @@ class RoleProcess(Hooks):
 
     async def kill(self, deadline_s: float) -> None:
         """Ends it at once; it is started again. Returns when it is dead, DeadlineExceeded."""
-        child = self.supervisor.children.get(self.name)
-        if child is not None:
+        if (child := self.supervisor.children.get(self.name)) is not None:
             child.kill()
             if await child.wait(deadline_s) is None:
                 raise DeadlineExceeded(f"{self.name} has not ended by SIGKILL in {deadline_s:g} s")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.random import Random
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.seams import Seams
+from common.mesh.runtime.mesh import MeshSettings
 from common.state import jobs, leader, registry
 from common.state.pool.placing.decisions import Admit, Why
 from common.state.pool.store import store as pool
@@ -19,8 +18,7 @@ from common.state.redis.keys import PLANNER
 from services.node.residents.startup import LOADING_S
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from tests.meshes import alone
 from tests.unit.node.standing import CORE, role_process
 
 NAME, HOST, TRAINER = "trainer/j", "here", "services.trainer"
@@ -40,23 +38,10 @@ class World:
                 await self.clock.sleep(1e9)
 
         self.starts = 0
-        self.state = simulated_state(self.clock)
-        mesh = Mesh(
-            "worker/w0",
-            "worker",
-            Seams(
-                state=self.state,
-                transport=MemoryTransport(
-                    MemoryNetwork(self.clock, self.random.child("network")), "mem://one"
-                ),
-                clock=self.clock,
-                random=self.random,
-                host=SimulatedHost(
-                    self.clock, self.random.child("host"), {"services.trainer": program}
-                ),
-            ),
-            settings=MeshSettings(redis_url="simulated", run_root="", host=HOST),
-        )
+        host = SimulatedHost(self.clock, self.random.child("host"), {TRAINER: program})
+        settings = MeshSettings(redis_url="simulated", run_root="", host=HOST)
+        mesh = alone("worker/w0", self.clock, self.random, host, settings=settings)
+        self.state = mesh.state
         self.news = asyncio.Event()
         self.role = role_process(mesh, Path(), CORE, self.news.set)
 

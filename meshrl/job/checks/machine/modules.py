@@ -157,8 +157,7 @@ class _Trial:
             waited = time.monotonic() - since
             left = (self._deadline_s if told else min(self.quiet_s, self._deadline_s)) - waited
             if select.select([read], [], [], max(0.0, left))[0]:
-                block = os.read(read, 1 << 16)
-                if not block:
+                if not (block := os.read(read, 1 << 16)):
                     return
                 *lines, held = (held + block).split(b"\n")
                 yield from map(json.loads, lines)

@@ -12,7 +12,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
 from common.grading import shapes, under_pytest
 from common.grading.cases import BadTests
 from common.grading.support import Unsupported, unsupported
@@ -30,14 +29,41 @@ INSTALL = "pip install 'meshrl[pytest]'"
 def graded(job: JobFile, look_s: float = LOOK_S) -> None:
     """The tests of `code_tests` in all datasets, as many rows as the time allows."""
     for part in job.config.reward.declared:
-        if part.use != "code_tests":
+        if part.use == "code_tests":
+            runners = _Runners(job, str(part.options.get("runner", builtin.RUNNERS[0])))
+            _check(job, str(part.options.get("tests", "tests")), runners, look_s)
+
+
+def _check(job: JobFile, column: str, runners: _Runners, look_s: float) -> None:
+    kinds: Counter[str] = Counter()
+    wrong: list[str] = []  # rows whose tests cannot be graded by
+    first = ""  # key of the dataset that has the first of them
+    rows = TimedRows(job.scored_datasets, look_s)
+    for key, row in rows:
+        try:
+            kinds[runners.kind(shapes.column(row.value, column))] += 1
             continue
-        runner = str(part.options.get("runner", builtin.RUNNERS[0]))
-        look = _GradedRows(job, str(part.options.get("tests", "tests")), _Runners(job, runner))
-        look.at_all(look_s)
-        print(look.said(), file=sys.stderr)
-        if look.wrong:
-            raise look.error()
+        except (BadTests, Unsupported) as error:
+            said = str(error)
+        except Exception as error:  # of reading what somebody wrote: one row stops no other
+            said = f"tests that cannot be read: {type(error).__name__}: {error}"
+        first = first or key
+        wrong.append(f"{row.place}: {said}")
+    count = sum(kinds.values()) + len(wrong)
+    order = (shapes.STDIN, shapes.CALLS, "isolated", "pytest")
+    each = [f"{kind} {kinds[kind]}" for kind in order if kinds[kind]]
+    each += [f"not gradable {len(wrong)}"] if wrong else []
+    which = f"the first {count} rows" if rows.partly else f"{count} rows"
+    rest = "; those behind them are looked at when they are graded" if rows.partly else ""
+    print(f"tests: {which}: {', '.join(each)}{rest}", file=sys.stderr)
+    if wrong:
+        rows_have = "a row has" if len(wrong) == 1 else f"{len(wrong)} rows have"
+        places = shown(wrong, SHOWN, "; and {} more rows")
+        raise job.fail(
+            first,
+            f"{first}: {rows_have} tests that cannot be graded by: {places}",
+            "Mend these rows or leave them out; what is missing in jails can be in sandbox.python",
+        )
 
 
 class _Runners:
@@ -46,9 +72,19 @@ class _Runners:
     def __init__(self, job: JobFile, runner: str) -> None:
         sandbox = job.config.sandbox
         self._runner, self._python, self._image = runner, sandbox.python, bool(sandbox.root)
+        self._known: dict[str, str] = {}  # tests in Python -> their runner
         self._found: dict[str, bool] = {}  # packages, and whether jails have them
 
-    def of(self, tests: str) -> str:
+    def kind(self, tests: Any) -> str:
+        """What grades them, or the runner of tests in Python; BadTests, Unsupported."""
+        kind, found = shapes.read(tests)
+        if not isinstance(found, str):
+            return kind
+        if found not in self._known:
+            self._known[found] = self._of(found)
+        return self._known[found]
+
+    def _of(self, tests: str) -> str:
         """isolated or pytest; Unsupported if no runner that the job allows can run the tests."""
         isolated = ""
         if self._runner != "pytest":
@@ -90,54 +126,3 @@ class _Runners:
             own = bool(self._python) and package.isidentifier()
             self._found[package] = own and not without(Path(self._python), package)
         return self._found[package]
-
-
-class _GradedRows:
-    def __init__(self, job: JobFile, key: str, runners: _Runners) -> None:
-        self._job, self._key, self._runners = job, key, runners
-        self._kinds: Counter[str] = Counter()
-        self._known: dict[str, str] = {}  # tests in Python -> their runner
-        self._partly = False  # there were more rows than time
-        self.wrong: list[str] = []  # rows whose tests cannot be graded by
-        self._first = ""  # key of the dataset that has the first of them
-
-    def at_all(self, look_s: float) -> None:
-        rows = TimedRows(self._job.scored_datasets, look_s)
-        for key, row in rows:
-            try:
-                self._kinds[self._kind(shapes.column(row.value, self._key))] += 1
-                continue
-            except (BadTests, Unsupported) as error:
-                said = str(error)
-            except Exception as error:  # of reading what somebody wrote: one row stops no other
-                said = f"tests that cannot be read: {type(error).__name__}: {error}"
-            self._first = self._first or key
-            self.wrong.append(f"{row.place}: {said}")
-        self._partly = rows.partly
-
-    def _kind(self, tests: Any) -> str:
-        kind, found = shapes.read(tests)
-        if not isinstance(found, str):
-            return kind
-        if found not in self._known:
-            self._known[found] = self._runners.of(found)
-        return self._known[found]
-
-    def said(self) -> str:
-        count = sum(self._kinds.values()) + len(self.wrong)
-        order = (shapes.STDIN, shapes.CALLS, "isolated", "pytest")
-        kinds = [f"{kind} {self._kinds[kind]}" for kind in order if self._kinds[kind]]
-        kinds += [f"not gradable {len(self.wrong)}"] if self.wrong else []
-        which = f"the first {count} rows" if self._partly else f"{count} rows"
-        rest = "; those behind them are looked at when they are graded" if self._partly else ""
-        return f"tests: {which}: {', '.join(kinds)}{rest}"
-
-    def error(self) -> ConfigError:
-        count = len(self.wrong)
-        rows_have = "a row has" if count == 1 else f"{count} rows have"
-        places = shown(self.wrong, SHOWN, "; and {} more rows")
-        return self._job.fail(
-            self._first,
-            f"{self._first}: {rows_have} tests that cannot be graded by: {places}",
-            "Mend these rows or leave them out; what is missing in jails can be in sandbox.python",
-        )
