@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import MappingProxyType
 from typing import Any
 
 from common.base.digest import digest_of_file, uncounted
@@ -50,9 +49,12 @@ def committed(run_dir: Path) -> Path | None:
     that fails its check is passed over.
     """
     found = {path.stem: path for path in all_checkpoints(run_dir)}
-    by_commit = (name for name in _named(run_dir) if name in found)
-    names = dict.fromkeys([*dict.fromkeys(by_commit), *reversed(found)])
-    return next((found[name] for name in names if _reads(found[name])), None)
+    names = [name for name in _committed(run_dir) if name in found]
+    for name in dict.fromkeys([*names, *reversed(found)]):
+        with suppress(MeshError):
+            manifest_of(found[name])
+            return found[name]
+    return None
 
 
 def older(run_dir: Path, name: str) -> list[str]:
@@ -144,17 +146,13 @@ def set_aside(path: Path) -> Path | None:
 
 
 def appear(
-    scratch: Path,
-    directory: Path,
-    written: Mapping[str, str] = MappingProxyType({}),
-    moved: Callable[[int], None] = uncounted,
+    scratch: Path, directory: Path, moved: Callable[[int], None] = uncounted
 ) -> dict[str, str]:
     """Makes `scratch` the directory of a checkpoint, whole or not at all, whenever the power goes;
     the digests of its files. What is there already stays if it is the same. `moved` hears of bytes
-    as they are read. Damaged when a file is not as it was `written`, by its digest then.
+    as they are read.
     """
     digests = digests_below(scratch, moved)
-    check_written(scratch, digests, written)
     if directory.exists() and digests_below(directory, moved) != digests:
         damage.set_aside(directory, directory.parent.parent)
     if not directory.exists():
@@ -175,59 +173,45 @@ def check_written(scratch: Path, found: Mapping[str, str], written: Mapping[str,
             )
 
 
-def _reads(path: Path) -> bool:
-    try:
-        manifest_of(path)
-    except MeshError:
-        return False
-    return True
-
-
 # -- what the record tells -------------------------------------------------------------------------
 
 
 def last_named(run_dir: Path) -> str:
     """The checkpoint that the last recorded step commit names, wherever it is; empty: none does."""
-    return next(_named(run_dir), "")
+    return next(_committed(run_dir), "")
+
+
+def _committed(run_dir: Path) -> Iterator[str]:
+    for event in _recorded(run_dir, "step", order=-1):
+        if event["kind"] == "step" and (name := event["fields"].get("checkpoint", "")):
+            yield name
 
 
 def steps_done(run_dir: Path) -> int:
     """The version of the last step commit or lineage on record; 0 without one."""
-    for line in reversed(_recorded(run_dir)):
-        if b'"step"' in line or b'"lineage"' in line:
-            event = row_of(line)
-            if event is not None and event["kind"] in ("step", "lineage", "restored"):
-                return int(event["fields"]["version"])
+    for event in _recorded(run_dir, "step", "lineage", order=-1):
+        if event["kind"] in ("step", "lineage", "restored"):
+            return int(event["fields"]["version"])
     return 0
-
-
-def _named(run_dir: Path) -> Iterator[str]:
-    """The checkpoints that step commits on record name, the last one first."""
-    for line in reversed(_recorded(run_dir)):
-        if b'"step"' not in line:
-            continue
-        event = row_of(line)
-        if event is None or event["kind"] != "step":
-            continue
-        if name := event["fields"].get("checkpoint", ""):
-            yield name
 
 
 def last_lineage(run_dir: Path) -> int:
     """The highest lineage that a run's record or its checkpoints mention; 0 when none does."""
     found = [int(path.name.split("-")[1]) for path in all_checkpoints(run_dir)]
-    for line in _recorded(run_dir):
-        if b'"lineage"' in line and (event := row_of(line)) is not None:
-            found.append(event["fields"].get("lineage", 0))
+    events = _recorded(run_dir, "lineage")
+    found += (event["fields"].get("lineage", 0) for event in events)
     return max(found, default=0)
 
 
-def _recorded(run_dir: Path) -> list[bytes]:
-    """The events of a run, one a line; the last may have been cut off while it was written, and
-    some may be damaged, which `row_of` tells.
+def _recorded(run_dir: Path, *words: str, order: int = 1) -> Iterator[Any]:
+    """The events of a run whose lines have one of these words in quotes; `order` -1: the last one
+    first. Lines that are damaged, or were cut off while they were written, are left out.
     """
-    path = run_dir / "events.jsonl"
-    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    path, quoted = run_dir / "events.jsonl", [f'"{word}"'.encode() for word in words]
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    for line in lines[::order]:
+        if any(word in line for word in quoted) and (event := row_of(line)) is not None:
+            yield event
 
 
 @dataclass(frozen=True)
@@ -244,16 +228,12 @@ def best(run_dir: Path) -> Best | None:
     since a new lineage abandoned the best one.
     """
     found: Best | None = None
-    for line in _recorded(run_dir):
-        if b'"evaluation"' not in line and b'"lineage"' not in line:
-            continue
-        if (event := row_of(line)) is None:
-            continue
+    for event in _recorded(run_dir, "evaluation", "lineage"):
         kind, told = event["kind"], event["fields"]
-        if kind == "evaluation" and told.get("best"):
-            found = Best(int(told["step"]), str(told["manifest"]), float(told["value"]))
-        elif kind == "lineage" and found is not None and found.version > int(told["version"]):
+        if kind == "lineage" and found is not None and found.version > int(told["version"]):
             found = None
+        elif kind == "evaluation" and told.get("best"):
+            found = Best(int(told["step"]), str(told["manifest"]), float(told["value"]))
     return found
 
 

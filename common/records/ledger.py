@@ -116,7 +116,9 @@ def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
     offset = len(HEADER)
     if content[:offset] != HEADER:
         _refuse_another_format(path, content)
-        if sealed == 0 or (sealed < 0 and _torn(content)):
+        # A crash may have cut a segment short before its first record.
+        begun = HEADER.startswith(content) or not any(content[: len(HEADER)])
+        if sealed == 0 or (sealed < 0 and begun and not _whole_follows(content, 0)):
             return
         whole = f"it has {len(content)} bytes, and was sealed at {sealed}"
         raise Damaged("its header is damaged" if content else whole, where=str(path))
@@ -125,7 +127,13 @@ def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
         start, stop = offset + FRAME.size, offset + FRAME.size + length
         if length > MAX_RECORD or stop > end or zlib.crc32(content[start:stop], kind) != crc:
             break
-        yield _record(kind, content[start:stop]), stop
+        body = content[start:stop]
+        if kind == Kind.TOKENS:
+            yield Record(Kind.TOKENS, token_record.unpack(body)), stop
+        else:
+            if kind & DEFLATED:
+                body = zlib.decompressobj(_WINDOW).decompress(body, MAX_RECORD)
+            yield Record(Kind(kind & ~DEFLATED), msgpack.unpackb(body, raw=False)), stop
         offset = stop
     if sealed > len(content):
         raise Damaged(f"it has {len(content)} bytes, and was sealed at {sealed}", where=str(path))
@@ -149,12 +157,6 @@ def _refuse_another_format(path: Path, content: bytes) -> None:
         )
 
 
-def _torn(content: bytes) -> bool:
-    """Whether a crash has cut a segment short before its first record."""
-    begun = HEADER.startswith(content) or not any(content[: len(HEADER)])
-    return begun and not _whole_follows(content, 0)
-
-
 def _whole_follows(content: bytes, offset: int) -> bool:
     """Whether a whole record lies anywhere from `offset` on. Places where none can begin, because
     the length or the kind is impossible, are left out at once: some milliseconds for a segment.
@@ -173,14 +175,6 @@ def _whole_follows(content: bytes, offset: int) -> bool:
         if zlib.crc32(content[start : start + length], kind) == crc:
             return True
     return False
-
-
-def _record(kind: int, body: bytes) -> Record:
-    if kind == Kind.TOKENS:
-        return Record(Kind.TOKENS, token_record.unpack(body))
-    if kind & DEFLATED:
-        body = zlib.decompressobj(_WINDOW).decompress(body, MAX_RECORD)
-    return Record(Kind(kind & ~DEFLATED), msgpack.unpackb(body, raw=False))
 
 
 class Ledger:
@@ -275,10 +269,6 @@ class Ledger:
         for path in freed:
             del self._live[path]
         return freed
-
-    def delete(self, path: Path) -> None:
-        """Deletes a segment that is on no record any more: one that is, and is gone, is damage."""
-        path.unlink(missing_ok=True)
 
     def flush(self) -> None:
         """Writes what was deferred."""

@@ -5,13 +5,17 @@ and traces. A file starts again when it is long, and the one before it is kept.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from common.api.weights import STORE, KeepLines, Weights
 from common.base.errors import BadMessage, MeshError, StorageFull
 from common.base.files.append_file import AppendFile
+from common.base.files.lines import line_of
 from common.job.bundle.job_data import JobData
 from common.mesh.process.host import Host
 from common.mesh.runtime.mesh import Mesh
@@ -24,6 +28,9 @@ BATCH_BYTES = 256 << 10  # of a message
 LAST_S = 5.0  # for what waits when a process ends
 # What the store writes for others: nothing else in a run's directory is a process's to name.
 _NAMES = re.compile(r"samples(-\d+)?|trace/[a-z]+(-[A-Za-z0-9_.]+)?")
+GATHERED_BYTES = 16 << 10  # that are written at once,
+GATHERED_S = 1.0  # or what came since then
+GROUPS = 1 << 20  # numbers of groups are taken modulo this: evaluation's begin far up
 
 
 class RunLineFile:
@@ -122,3 +129,54 @@ def lines_of(mesh: Mesh, job: JobData, name: str) -> Lines:
 def sample_file(shard: int) -> str:
     """What a shard's file of samples is called."""
     return f"samples-{shard}" if shard else "samples"
+
+
+class Traces:
+    """The traces of one process of a job; it writes none where the job asks for none."""
+
+    def __init__(self, mesh: Mesh, job: JobData, name: str) -> None:
+        self._mesh, self.share = mesh, job.config.tracking.trace
+        self._file = lines_of(mesh, job, f"trace/{name}")
+        self._gathered: list[bytes] = []
+        self._bytes, self._number = 0, 0
+        self._written = float("-inf")
+        self._full = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the job asks for any."""
+        return self.share > 0.0
+
+    def has(self, group: int) -> bool:
+        """Whether the trajectories of a group are traced: `share` of the groups, evenly spread."""
+        number = group % GROUPS
+        return int((number + 1) * self.share) > int(number * self.share)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Tells of one thing; what a full disk has no room for is left out."""
+        if not self.wanted:
+            return
+        line = line_of(json.dumps(row), self._number)
+        self._number += 1
+        self._gathered.append(line)
+        self._bytes += len(line)
+        now = self._mesh.clock.monotonic()
+        if self._bytes >= GATHERED_BYTES or now - self._written >= GATHERED_S:
+            self._written = now
+            self._flush()
+
+    def _flush(self) -> None:
+        lines, self._gathered, self._bytes = b"".join(self._gathered), [], 0
+        try:
+            if lines:
+                self._file.write(lines)
+            self._full = False
+        except StorageFull as error:
+            if not self._full:
+                self._mesh.telemetry.log.warning("a trace is not kept", error=str(error))
+            self._full = True
+
+    async def close(self) -> None:
+        """Writes what is left."""
+        self._flush()
+        await self._file.close()

@@ -87,8 +87,10 @@ def pack(rows: TokenRows) -> bytes:
     lengths = np.diff(starts, append=len(rows.versions))
     tokens = rows.tokens.view(np.uint32)
     widths = (_width(groups), _width(members), 0 if single else _width(rows.counts))
-    narrow = _token_width(tokens)
-    wide = _expert_width(rows.experts)
+    narrow = max(1, (int(tokens.max()).bit_length() + 7) // 8)
+    wide = 0
+    if rows.experts.size:
+        wide = 1 if int(rows.experts.min()) >= 0 and int(rows.experts.max()) <= 255 else 2
     shape = (rows.experts.shape[1], len(rows.ids), len(tokens), len(starts))
     head = _HEAD.pack(FORMAT, *widths, narrow, wide, *shape, first)
     return b"".join(
@@ -130,33 +132,19 @@ def unpack(content: bytes) -> TokenRows:
     lengths = np.frombuffer(parts[4], np.uint32)
     padded = np.zeros((total, 4), np.uint8)
     padded[:, :narrow] = np.frombuffer(parts[5], np.uint8).reshape(total, narrow)
+    experts = NO_EXPERTS
+    if expert:
+        experts = np.frombuffer(parts[7], _EXPERTS[expert]).astype(np.int16).reshape(-1, each)
     return TokenRows(
         ids=ids,
         counts=np.frombuffer(parts[2], _UNSIGNED[count]).astype(np.int32) if count else ones,
         tokens=padded.reshape(-1).view("<i4"),
         logprobs=np.frombuffer(parts[6], np.float32),
         versions=np.repeat(np.frombuffer(parts[3], np.int32), lengths),
-        experts=_experts(parts[7], expert, each),
+        experts=experts,
     )
 
 
-def _experts(content: bytes, width: int, each: int) -> NDArray[np.int16]:
-    if not width:
-        return NO_EXPERTS
-    return np.frombuffer(content, _EXPERTS[width]).astype(np.int16).reshape(-1, each)
-
-
 def _width(column: NDArray[np.integer]) -> int:
-    """Bytes that hold the largest of these, none below 0."""
     largest = int(column.max())
     return next(width for width in _UNSIGNED if largest < 1 << 8 * width)
-
-
-def _expert_width(experts: NDArray[np.int16]) -> int:
-    if not experts.size:
-        return 0
-    return 1 if int(experts.min()) >= 0 and int(experts.max()) <= 255 else 2
-
-
-def _token_width(tokens: NDArray[np.uint32]) -> int:
-    return max(1, (int(tokens.max()).bit_length() + 7) // 8)

@@ -184,7 +184,7 @@ class ShardLedger:
         for name in on_record:
             await rows.forget_segment(mesh.state, job, mesh.name, token, name)
         for path in segments(self.directory):  # of an earlier time of the shard on this host
-            self._ledger.delete(path)
+            path.unlink(missing_ok=True)
 
     async def _adopt(self, one: _Found) -> None:
         mesh, job, name = self._mesh, self._job, one.path.name
@@ -239,7 +239,7 @@ class ShardLedger:
         mesh = self._mesh
         for path in self._ledger.forget(group):
             await rows.forget_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
-            self._ledger.delete(path)  # after that: one that is on record and gone is damage
+            path.unlink(missing_ok=True)  # after that: one that is on record and gone is damage
 
     def defer(self, kind: Kind, payload: Any, group: int) -> None:
         self._ledger.defer(kind, payload, group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch, Untimed
-from common.records.traces import Traces
+from common.records.run_lines import Traces
 
 BESIDE = "writing"  # of a checkpoint: a phase by name, which goes on beside those of the next step
 MOST = 1024  # rounds of a step that are told one by one

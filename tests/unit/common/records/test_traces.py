@@ -11,8 +11,8 @@ import pytest
 from common.base.random import Random
 from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, TrackingConfig
-from common.records import traces
-from common.records.traces import Traces
+from common.records import run_lines
+from common.records.run_lines import Traces
 from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
@@ -35,10 +35,10 @@ def test_lines_are_gathered_for_a_second_and_all_are_there_at_the_end(tmp_path: 
         for n in range(5):
             told.write({"n": n})
         assert [row["n"] for row in written(tmp_path)] == [0]
-        await clock.sleep(traces.GATHERED_S)
+        await clock.sleep(run_lines.GATHERED_S)
         told.write({"n": 5})
         assert [row["n"] for row in written(tmp_path)] == [0, 1, 2, 3, 4, 5]
-        told.write({"n": 6, "long": "x" * traces.GATHERED_BYTES})
+        told.write({"n": 6, "long": "x" * run_lines.GATHERED_BYTES})
         assert written(tmp_path)[-1]["n"] == 6
         told.write({"n": 7})
         await told.close()
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> None:
         host.disk_bytes = 0
         told.write({"n": 0})
         host.disk_bytes = -1
-        await clock.sleep(traces.GATHERED_S)
+        await clock.sleep(run_lines.GATHERED_S)
         told.write({"n": 1})
         await told.close()
         assert [row["n"] for row in written(tmp_path)] == [1]

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.digest import digest_of_file
 from common.base.errors import Damaged
 from common.mesh.process.host import replace_file
-from common.records.checkpoints import appear
+from common.records.checkpoints import appear, check_written, digests_below
 from common.weights.bulk.port import ChunkStore
 
 Calls = list[tuple[str, Path]]
@@ -79,18 +78,13 @@ def test_a_checkpoint_that_appears_is_on_the_disk_with_its_name(
     assert (final / "state" / "shard").read_bytes() == b"state"
 
 
-def test_a_checkpoint_with_a_file_that_is_not_as_it_was_written_does_not_appear(
-    tmp_path: Path,
-) -> None:
-    scratch, final = tmp_path / "step.scratch", tmp_path / "step"
-    (scratch / "state").mkdir(parents=True)
-    (scratch / "state" / "shard").write_bytes(b"state")
-    written = {"state/shard": digest_of_file(scratch / "state" / "shard")}
-    (scratch / "state" / "shard").write_bytes(b"stat")
+def test_a_checkpoint_with_a_file_that_is_not_as_it_was_written_is_damaged(tmp_path: Path) -> None:
+    (shard := tmp_path / "shard").write_bytes(b"state")
+    written = digests_below(tmp_path)
+    shard.write_bytes(b"stat")
     with pytest.raises(Damaged, match="a moment ago") as raised:
-        appear(scratch, final, written)
-    assert raised.value.where == str(scratch / "state" / "shard")
-    assert not final.exists()
+        check_written(tmp_path, digests_below(tmp_path), written)
+    assert raised.value.where == str(shard)
 
 
 def test_a_checkpoint_that_is_there_already_stays_if_it_is_the_same(
