@@ -26,11 +26,14 @@ class Event:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-async def append(state: State, kind: str, fields: dict[str, Any], op_id: str = "") -> None:
+async def append(
+    state: State, kind: str, fields: dict[str, Any], op_id: str = "", *, above: str = ""
+) -> None:
     """Adds an event, once even when the command is sent twice; with `op_id` once for whoever names
-    it.
+    it. Its id is `above` one that was seen of a Redis which is older now, whatever any clock says.
     """
-    args = {"op": op_id or uuid.uuid4().hex, "kind": kind, "fields": json.dumps(fields)}
+    args: dict[str, Any] = {"op": op_id or uuid.uuid4().hex, "kind": kind}
+    args |= {"fields": json.dumps(fields)} | ({"above": order(above)[0]} if above else {})
     await state.run("append", [MESH], args)
 
 
@@ -39,15 +42,7 @@ async def append_as(
 ) -> None:
     """Adds an event, once for an operation; Fenced without the live lease (name, token)."""
     args = {"op": op_id, "kind": kind, "fields": json.dumps(fields), "name": name, "token": token}
-    await state.run("append", [MESH], args)
-
-
-async def append_above(state: State, seen: str, kind: str, fields: dict[str, Any]) -> None:
-    """Adds an event whose id is above `seen`, whatever any clock says: one that was seen of a Redis
-    which is older now.
-    """
-    args = {"op": uuid.uuid4().hex, "kind": kind, "fields": json.dumps(fields)}
-    await state.run("append", [MESH], args | {"above": order(seen)[0]})
+    await state.run_mesh("append", **args)
 
 
 async def read(state: State, since: str = "0", count: int = PAGE) -> list[Event]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from common.base.hints import hints_of
 from common.base.lineages import NATIVE
 from common.state.redis.client import State
 from common.state.redis.keys import job_prefix
@@ -40,6 +41,9 @@ class GroupRow:
     nbytes: int
     min_version: int  # oldest weights that sampled one of its tokens
     foreign_above: int = NATIVE  # tokens of later versions are of an abandoned lineage
+
+
+_TYPES = hints_of(GroupRow)
 
 
 @dataclass(frozen=True)
@@ -89,16 +93,15 @@ async def admit(
     capacity = min(max_staleness + version + 1, budget) * groups_per_step - admitted. Prompts that
     were given back go first.
     """
-    args = {"job": job, "shard": shard, "token": token, "want": want, "op": op_id}
-    return _admitted(await state.run("admit", [job_prefix(job)], args))
+    args = {"shard": shard, "token": token, "want": want, "op": op_id}
+    return _admitted(await state.run_job("admit", job, **args))
 
 
 async def group_ready(
     state: State, job: str, shard: str, token: int, finished: FinishedGroup, op_id: str
 ) -> None:
     """Records that the group is finished and its bytes are durable: it may be trained on."""
-    args = {"job": job, "shard": shard, "token": token, "op": op_id} | asdict(finished)
-    await state.run("group_ready", [job_prefix(job)], args)
+    await state.run_job("group_ready", job, shard=shard, token=token, op=op_id, **asdict(finished))
 
 
 async def group_dropped(
@@ -107,7 +110,8 @@ async def group_dropped(
     """Records that too many members failed by typed errors: the admission returns, the prompt does
     not; counts `typed_drops`.
     """
-    await _return(state, job, shard, token, group, reason, op_id, requeue=False)
+    ends = reason, "typed_drops", "dropped", False
+    await _returned(state, job, shard, token, group, op_id, *ends)
 
 
 async def group_requeued(
@@ -117,7 +121,8 @@ async def group_requeued(
     return; counts `host_lost`. The trainer may say so too, under its own name, of a group that it
     has leased.
     """
-    await _return(state, job, shard, token, group, reason, op_id, requeue=True)
+    ends = reason, "host_lost", "requeued", True
+    await _returned(state, job, shard, token, group, op_id, *ends)
 
 
 async def group_filtered(
@@ -143,13 +148,12 @@ async def group_stale(
 
 async def open_groups(state: State, job: str, shard: str) -> list[AdmittedGroup]:
     """The groups that the shard has to finish, oldest first, its predecessor's among them."""
-    return _admitted(await state.run("open_groups", [job_prefix(job)], {"shard": shard}))
+    return _admitted(await state.run_job("open_groups", job, shard=shard))
 
 
 async def claim_shard(state: State, job: str, shard: str, token: int) -> dict[str, int]:
     """Takes over the shard; returns its segments: name -> sealed length, -1 while open."""
-    args = {"shard": shard, "token": token}
-    found = (await state.run("claim_shard", [job_prefix(job)], args))["segments"]
+    found = (await state.run_job("claim_shard", job, shard=shard, token=token))["segments"]
     return {name.removeprefix("segment:"): int(length) for name, length in (found or {}).items()}
 
 
@@ -158,7 +162,7 @@ async def note_segment(
 ) -> None:
     """Records a segment before its first byte is written (-1), and its length when it is sealed."""
     args = {"shard": shard, "token": token, "name": name, "sealed_length": sealed_length}
-    await state.run("note_segment", [job_prefix(job)], args)
+    await state.run_job("note_segment", job, **args)
 
 
 async def ledger_place(state: State, job: str, shard: str) -> str:
@@ -169,14 +173,12 @@ async def ledger_place(state: State, job: str, shard: str) -> str:
 
 async def note_place(state: State, job: str, shard: str, token: int, place: str) -> None:
     """Records where the shard's segments lie from now on."""
-    args = {"shard": shard, "token": token, "place": place}
-    await state.run("note_segment", [job_prefix(job)], args)
+    await state.run_job("note_segment", job, shard=shard, token=token, place=place)
 
 
 async def forget_segment(state: State, job: str, shard: str, token: int, name: str) -> None:
     """Strikes a segment whose groups have all ended off the record."""
-    args = {"shard": shard, "token": token, "name": name, "forget": True}
-    await state.run("note_segment", [job_prefix(job)], args)
+    await state.run_job("note_segment", job, shard=shard, token=token, name=name, forget=True)
 
 
 async def lease_groups(
@@ -190,43 +192,26 @@ async def lease_groups(
     token of an abandoned version counts as old as the version that its lineage ended at.
     Those that the trainer was `given` are not among the answer's. Refused when `step` is not next.
     """
-    args = {"job": job, "trainer": trainer, "token": token, "step": step, "given": list(given)}
-    answer = await state.run("lease_groups", [job_prefix(job)], args)
+    args = {"trainer": trainer, "token": token, "step": step, "given": list(given)}
+    answer = await state.run_job("lease_groups", job, **args)
     waiting = LeaseWait(answer["waiting"], answer["on"]) if "waiting" in answer else None
     return LeasedGroups([group_row(row) for row in answer["groups"] or []], waiting)
 
 
 async def in_flight(state: State, job: str) -> InFlight:
     """The groups in flight, counted from their own rows, for `accounting` and for the live view."""
-    return InFlight(**await state.run("in_flight", [job_prefix(job)], {}))
+    return InFlight(**await state.run_job("in_flight", job))
 
 
 async def digests(state: State, job: str) -> set[str]:
     """The digests of the bytes of groups that a step, or its replay, may still ask for."""
-    return set((await state.run("digests", [job_prefix(job)], {}))["digests"] or [])
+    return set((await state.run_job("digests", job))["digests"] or [])
 
 
 def group_row(row: dict[str, Any]) -> GroupRow:
     """A GroupRow from the hash in Redis."""
-    text = {"shard": row["shard"], "digest": row["digest"]}
-    row = {"foreign_above": NATIVE, **row}
-    whole = {field: int(row[field]) for field in GroupRow.__dataclass_fields__ if field not in text}
-    return GroupRow(**text, **whole)  # type: ignore[arg-type]
-
-
-async def _return(
-    state: State,
-    job: str,
-    name: str,
-    token: int,
-    group: int,
-    reason: str,
-    op_id: str,
-    *,
-    requeue: bool,
-) -> None:
-    ends = ("host_lost", "requeued", True) if requeue else ("typed_drops", "dropped", False)
-    await _returned(state, job, name, token, group, op_id, reason, *ends)
+    known = {name: row[name] for name in _TYPES if name in row}
+    return GroupRow(**{name: _TYPES[name](value) for name, value in known.items()})
 
 
 async def _returned(

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from common.base.errors import NotFound
+from common.base.hints import hints_of
 from common.state.redis.client import State
 from common.state.redis.keys import MESH, job_prefix
 
@@ -79,6 +80,9 @@ class JobRow:
         return self.held.startswith(PAUSED)
 
 
+_TYPES = hints_of(JobRow)
+
+
 async def submit(
     state: State, job: str, document: dict[str, Any], run_dir: str, op_id: str
 ) -> None:
@@ -136,7 +140,7 @@ async def create(
 async def jobs(state: State) -> list[JobRow]:
     """All jobs of the mesh, in the order in which they were submitted."""
     args = {"index": JOBS, "prefix": "{", "suffix": "}:job", "beside": "}:given"}
-    rows = (await state.run("rows", [MESH], args))["rows"]
+    rows = (await state.run_mesh("rows", **args))["rows"]
     return [_job(row) for row in rows or []]
 
 
@@ -171,14 +175,14 @@ async def set_phase(
 
 async def reopen(state: State, job: str, op_id: str) -> None:
     """Lets a job that was stopped or failed go on where it was; Refused when it has finished."""
-    await state.run("reopen", [job_prefix(job)], {"job": job, "op": op_id})
+    await state.run_job("reopen", job, op=op_id)
 
 
 async def cancel(state: State, job: str, op_id: str) -> bool:
     """Stops a job for a person, who holds no lease; False when it had ended already. `reopen` lets
     it go on where it was. NotFound when the mesh has none of that name.
     """
-    done = await state.run("cancel", [job_prefix(job)], {"job": job, "op": op_id})
+    done = await state.run_job("cancel", job, op=op_id)
     return bool(done["cancelled"])
 
 
@@ -193,15 +197,16 @@ async def change(
     True when one that had done all its steps has more to do now. The event `changed` tells of
     `changes`, (was, now) by key.
     """
-    args = {
-        "job": job,
-        "op": op_id,
+    answer = await state.run_job(
+        "change",
+        job,
+        op=op_id,
         **_recorded(document),
-        "budget_steps": document["budget"]["steps"],
-        "max_staleness": document["algorithm"]["max_staleness"],
-        "extra": json.dumps({"changes": changes}),
-    }
-    return bool((await state.run("change", [job_prefix(job)], args))["extended"])
+        budget_steps=document["budget"]["steps"],
+        max_staleness=document["algorithm"]["max_staleness"],
+        extra=json.dumps({"changes": changes}),
+    )
+    return bool(answer["extended"])
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,7 @@ async def record_evaluation(
 
 async def awaits_evaluation(state: State, job: str, tag: str) -> bool:
     """Whether a result under `tag` may still come: there is none, and the job has not ended."""
-    found = await state.run("evaluated", [job_prefix(job)], {"job": job, "tag": tag})
+    found = await state.run_job("evaluated", job, tag=tag)
     return not found["recorded"] and found["phase"] not in ENDED
 
 
@@ -260,7 +265,6 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
 
 
 def _recorded(document: dict[str, Any]) -> dict[str, str]:
-    """The document as its row has it, with a digest by which a reader knows one that it has."""
     text = json.dumps(document)
     digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     return {"document": text, "digest": digest}
@@ -274,31 +278,7 @@ def _document(text: str) -> dict[str, Any]:
 
 
 def _job(row: dict[str, str]) -> JobRow:
-    whole = (
-        "lineage",
-        "version",
-        "steps_done",
-        "cursor",
-        "admitted",
-        *COUNTS,
-    )
-    return JobRow(
-        id=row["id"],
-        phase=Phase(row["phase"]),
-        document=_document(row["document"]),
-        run_dir=row["run_dir"],
-        manifest=row["manifest"],
-        checkpoint=row["checkpoint"],
-        error=row["error"],
-        image=row.get("image", ""),
-        masters=row.get("masters", ""),
-        initial_manifest=row.get("initial_manifest", ""),
-        best_version=int(row.get("best_version", -1)),
-        best_manifest=row.get("best_manifest", ""),
-        progress_ms=int(row.get("progress_ms", 0)),
-        slowest_ms=int(row.get("slowest_ms", 0)),
-        held=row.get("held", ""),
-        held_ms=int(row.get("held_ms", 0)),
-        since_ms=int(row.get("since_ms", 0)),
-        **{field: int(row[field]) for field in whole},
-    )
+    known: dict[str, Any] = {name: row[name] for name in _TYPES if name in row}
+    numbers = {name: int(value) for name, value in known.items() if _TYPES[name] is int}
+    typed = {"phase": Phase(row["phase"]), "document": _document(row["document"])}
+    return JobRow(**known | numbers | typed)

@@ -9,7 +9,7 @@ from common.state.redis.keys import MESH
 async def campaign(state: State, election: str, owner: str, ttl_ms: int) -> int:
     """The fencing token if `owner`, which names one start of a process, leads; else 0."""
     args = {"election": election, "owner": owner, "ttl_ms": ttl_ms}
-    return int((await state.run("campaign", [MESH], args))["token"])
+    return int((await state.run_mesh("campaign", **args))["token"])
 
 
 def keep(state: State, election: str, token: int, ttl_ms: int) -> bool:
@@ -20,5 +20,5 @@ def keep(state: State, election: str, token: int, ttl_ms: int) -> bool:
 
 async def leader(state: State, election: str) -> tuple[str, int]:
     """(owner, token) of who leads now; ("", 0) when nobody does."""
-    answer = await state.run("leader", [MESH], {"election": election})
+    answer = await state.run_mesh("leader", election=election)
     return answer["owner"], int(answer["token"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from common.base.errors import HistoryLost
 from common.state.jobs import COUNTS
 from common.state.redis.client import State
-from common.state.redis.keys import MESH, READERS, job_prefix
+from common.state.redis.keys import READERS
 
 KEEP_MS = 120_000  # what has just happened stays: a kernel writes a file's bytes to disk in 30 s
 GONE_MS = 3_600_000  # a full disk under a run is mended in less, or nobody looks after it
@@ -43,8 +43,7 @@ async def join(state: State, name: str, at: str, where: str) -> str:
     That is after `at` where nothing that it reads for has happened in between: a recorder need not
     know what a mesh did before its job.
     """
-    args = {"name": name, "at": at, "where": where}
-    return str((await state.run("join_reader", [MESH], args))["from"])
+    return str((await state.run_mesh("join_reader", name=name, at=at, where=where))["from"])
 
 
 async def note(
@@ -53,28 +52,28 @@ async def note(
     """Says that the reader has everything up to `at` where no crash takes it back (and the rows of
     its job's steps up to `step`), and with `left` that it reads no more.
     """
-    args = {"name": name, "at": at, "where": where, "step": step, "left": left}
-    await state.run("note_reader", [MESH], args)
+    await state.run_mesh("note_reader", name=name, at=at, where=where, step=step, left=left)
 
 
 async def history_lost(state: State, job: str, where: str, lost: HistoryLost) -> str:
     """Tells, for who records a job, that events are gone, as the event `history_lost` with what the
     account of trajectories goes on from; where the recorder goes on.
     """
-    args = {
-        "job": job,
-        "name": recorder_of(job),
-        "where": where,
-        "since": lost.since,
-        "through": lost.through,
-        "counts": list(COUNTS),
-    }
-    return str((await state.run("history_lost", [job_prefix(job)], args))["from"])
+    answer = await state.run_job(
+        "history_lost",
+        job,
+        name=recorder_of(job),
+        where=where,
+        since=lost.since,
+        through=lost.through,
+        counts=list(COUNTS),
+    )
+    return str(answer["from"])
 
 
 async def readers(state: State) -> list[EventReader]:
     """All readers on record, by name, those that have left among them."""
-    row = (await state.run("row", [MESH], {"key": READERS}))["row"] or {}
+    row = (await state.run_mesh("row", key=READERS))["row"] or {}
     names = EventReader.__dataclass_fields__
     found = [
         EventReader(name, **{key: value for key, value in json.loads(text).items() if key in names})
@@ -98,4 +97,4 @@ async def trim(
     cursor stays, so that its reader sees at once that nothing is missing.
     """
     args = {"up_since_ms": up_since_ms, "keep_ms": keep_ms, "gone_ms": gone_ms, "most": most}
-    return int((await state.run("trim_events", [MESH], args))["trimmed"])
+    return int((await state.run_mesh("trim_events", **args))["trimmed"])

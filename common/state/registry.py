@@ -12,6 +12,8 @@ from common.state.redis.client import State
 from common.state.redis.keys import MESH
 
 LEASE_MS = 6000
+# What a process says of itself once, when it registers.
+ABOUT = ("kind", "address", "bulk", "metrics", "host", "pid", "start_time", "run_root")
 # Of the stats of these processes the leader of the planners reads so much at every look: it has
 # thousands of rows to read, and nothing else is answered meanwhile.
 COUNTED_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node", "rank"})
@@ -61,27 +63,19 @@ async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
 
     Refused while another incarnation holds it.
     """
-    about = {
-        "kind": entry.kind,
-        "address": entry.address,
-        "bulk": entry.bulk,
-        "metrics": entry.metrics,
-        "host": entry.host,
-        "pid": entry.pid,
-        "start_time": entry.start_time,
-        "run_root": entry.run_root,
-    }
-    args = {
-        "name": entry.name,
-        "kind": entry.kind,
-        "incarnation": entry.incarnation,
-        "ttl_ms": ttl_ms,
-        "about": json.dumps(about),
-        "stats": json.dumps(entry.stats),
-        "waits": json.dumps(entry.waits),
+    about = {name: getattr(entry, name) for name in ABOUT}
+    answer = await state.run_mesh(
+        "register",
+        name=entry.name,
+        kind=entry.kind,
+        incarnation=entry.incarnation,
+        ttl_ms=ttl_ms,
+        about=json.dumps(about),
+        stats=json.dumps(entry.stats),
+        waits=json.dumps(entry.waits),
         **_counted(entry.name, entry.stats),
-    }
-    return int((await state.run("register", [MESH], args))["token"])
+    )
+    return int(answer["token"])
 
 
 def renew(
@@ -115,8 +109,7 @@ def renew(
 
 async def release(state: State, name: str, token: int) -> bool:
     """Ends the caller's own lease; False when it was no longer its own."""
-    args = {"name": name, "token": token, "why": "released"}
-    return bool((await state.run("vacate", [MESH], args))["vacated"])
+    return bool((await state.run_mesh("vacate", name=name, token=token, why="released"))["vacated"])
 
 
 async def evict(state: State, name: str, incarnation: str) -> bool:
@@ -124,7 +117,7 @@ async def evict(state: State, name: str, incarnation: str) -> bool:
     now.
     """
     args = {"name": name, "incarnation": incarnation, "why": "evicted"}
-    return bool((await state.run("vacate", [MESH], args))["vacated"])
+    return bool((await state.run_mesh("vacate", **args))["vacated"])
 
 
 async def lookup(state: State, name: str) -> Entry | None:
@@ -136,19 +129,18 @@ async def lookup(state: State, name: str) -> Entry | None:
 
 async def lookup_all(state: State, names: Sequence[str]) -> dict[str, Entry]:
     """What `lookup` finds of each of these, by name."""
-    found = (await state.run("entries", [MESH], {"names": list(names)}))["entries"]
+    found = (await state.run_mesh("entries", names=list(names)))["entries"]
     return {row["name"]: _entry(row, json.loads(row["about"])) for row in found or []}
 
 
 async def entries(state: State, kind: str = "") -> list[Entry]:
     """All entries, of one kind if asked, the dead of the last ten minutes among them."""
-    rows = (await state.run("entries", [MESH], {}))["entries"]
+    rows = (await state.run_mesh("entries"))["entries"]
     told = [(row, json.loads(row["about"])) for row in rows or []]
     return [_entry(row, about) for row, about in told if not kind or about["kind"] == kind]
 
 
 def _counted(name: str, stats: dict[str, Any]) -> dict[str, str]:
-    """What a look is told of a process, if it is of a kind whose work counts."""
     kind = name.partition("/")[0]
     if kind not in COUNTED_KINDS:
         return {}

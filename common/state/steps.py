@@ -78,8 +78,8 @@ async def commit_initial(
     """Commits version 0. Idempotent by manifest; Refused when the job began from other weights,
     Fenced without the lease.
     """
-    args = {"job": job, "trainer": trainer, "token": token, "lineage": lineage}
-    await state.run("commit_initial", [job_prefix(job)], args | asdict(names))
+    args = {"trainer": trainer, "token": token, "lineage": lineage} | asdict(names)
+    await state.run_job("commit_initial", job, **args)
 
 
 async def commit_step(
@@ -88,21 +88,21 @@ async def commit_step(
     """Makes version `step` current and ends its groups, once per (job, lineage, step). Fenced
     without the lease; Refused when the step is not next, or committed with another manifest.
     """
-    args = {
-        "job": job,
-        "trainer": trainer,
-        "token": token,
-        "lineage": lineage,
-        "step": commit.step,
-        "groups": sorted({*commit.groups, *commit.filtered_groups}),
-        "filtered": list(commit.filtered_groups),
-        "metrics": json.dumps(commit.metrics),
-        "metrics_field": json.dumps({"metrics": commit.metrics}),
-        "record": json.dumps(commit.record),
-        "covered": commit.covered,
+    answer = await state.run_job(
+        "commit_step",
+        job,
+        trainer=trainer,
+        token=token,
+        lineage=lineage,
+        step=commit.step,
+        groups=sorted({*commit.groups, *commit.filtered_groups}),
+        filtered=list(commit.filtered_groups),
+        metrics=json.dumps(commit.metrics),
+        metrics_field=json.dumps({"metrics": commit.metrics}),
+        record=json.dumps(commit.record),
+        covered=commit.covered,
         **asdict(commit.names),
-    }
-    answer = await state.run("commit_step", [job_prefix(job)], args)
+    )
     return Committed(answer["version"], answer["replayed"])
 
 
@@ -112,13 +112,8 @@ async def cover(
     """A durable checkpoint holds version `step`, which is current: the job goes on from it. Refused
     when it is not current, Fenced without the lease.
     """
-    args = {
-        "trainer": trainer,
-        "token": token,
-        "lineage": lineage,
-        "step": step,
-        "checkpoint": checkpoint,
-    }
+    args = {"trainer": trainer, "token": token, "lineage": lineage}
+    args |= {"step": step, "checkpoint": checkpoint}
     await state.run("cover", [job_prefix(job)], args)
 
 
@@ -129,7 +124,7 @@ async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, An
     counts groups), and `failed_share`: of those that have ended since the step before, the share
     without a reward.
     """
-    rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
+    rows = (await state.run_job("step_rows", job, since=since))["rows"]
     return [step_row(row) for row in rows or []]
 
 
@@ -150,8 +145,16 @@ async def step_records(state: State, job: str, since: int = 0) -> list[StepRecor
     """What a replay from version `since` needs, in order; steps that a checkpoint covers are not
     among them.
     """
-    rows = (await state.run("step_rows", [job_prefix(job)], {"since": since}))["rows"]
-    return [_record(row) for row in rows or [] if "record" in row]
+    rows = (await state.run_job("step_rows", job, since=since))["rows"]
+    found = []
+    for row in rows or []:
+        if "record" in row:
+            groups = json.loads(row["groups"])
+            left_out = [g["group"] for g in groups if g["state"].startswith("filtered")]
+            named = int(row["step"]), row["manifest"], row["checkpoint"]
+            record = json.loads(row["record"])
+            found.append(StepRecord(*named, [*map(group_row, groups)], left_out, record))
+    return found
 
 
 async def open_lineage(
@@ -199,13 +202,13 @@ async def checkpoint_state(
     checkpoint is written before the commit that names it. The writer adds `manifest` (of the
     weights) and `checkpoint` (its name).
     """
-    args = {
-        "job": job,
-        "groups": sorted({*groups, *filtered_groups}),
-        "filtered": list(filtered_groups),
-        "counts": list(COUNTS),
-    }
-    found: dict[str, Any] = await state.run("checkpoint_state", [job_prefix(job)], args)
+    found: dict[str, Any] = await state.run_job(
+        "checkpoint_state",
+        job,
+        groups=sorted({*groups, *filtered_groups}),
+        filtered=list(filtered_groups),
+        counts=list(COUNTS),
+    )
     return found | {"requeue": found["requeue"] or [], "steps_done": max(found["version"], 0)}
 
 
@@ -259,15 +262,3 @@ async def restart_job(
     counters = beginning() | {"lineage": lineage, "next_group": lineage * IDS_APART}
     op_id, details = f"restart-{lineage}", {"counts": counters["counts"]}
     await create(state, job, document, run_dir, op_id, Phase.QUEUED, counters, details)
-
-
-def _record(row: dict[str, str]) -> StepRecord:
-    groups = json.loads(row["groups"])
-    return StepRecord(
-        step=int(row["step"]),
-        manifest=row["manifest"],
-        checkpoint=row["checkpoint"],
-        groups=[group_row(group) for group in groups],
-        filtered=[group["group"] for group in groups if group["state"].startswith("filtered")],
-        record=json.loads(row["record"]),
-    )

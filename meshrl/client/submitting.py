@@ -11,7 +11,7 @@ from common.base.host.settings import MeshSettings
 from common.job.isolation import containment
 from common.job.run_names import free_name
 from common.state import jobs
-from common.state.pool.demand.asking import need_of
+from common.state.pool.demand.needs import need_of
 from common.state.pool.store.fitting import refuse_what_never_fits
 from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask

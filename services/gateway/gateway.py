@@ -62,7 +62,7 @@ from common.state import jobs
 from common.state.jobs import JobRow
 from common.state.lifecycle import deleting
 from common.state.lifecycle.following import happened, standing
-from common.state.pool.demand.asking import need_of
+from common.state.pool.demand.needs import need_of
 from common.state.pool.store.fitting import refuse_what_never_fits
 from services.gateway.asked_versions import on_versions
 from services.gateway.front import holder

@@ -33,7 +33,7 @@ from common.mesh.access.tokens import TokenTable
 from common.mesh.runtime.mesh import Mesh
 from common.state.hosts import admission
 from common.state.pool.store import store as pool
-from common.state.pool.store.remaining import remaining_on
+from common.state.pool.store.store import remaining_on
 
 FILE_S = 10.0  # for a change of the tokens
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{2,40}")

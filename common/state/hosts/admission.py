@@ -12,7 +12,6 @@ from typing import Any
 from common.base.clock import Clock
 from common.base.errors import DeadlineExceeded, MeshError, from_wire, to_wire
 from common.state.redis.client import State
-from common.state.redis.keys import MESH
 
 # Kinds of what is asked.
 JOIN, LEAVE, DRAIN, BACK, WHERE = "join", "leave", "drain", "back", "where"
@@ -40,9 +39,8 @@ async def ask(
 ) -> dict[str, Any]:
     """The launcher's answer, once for `id`; the MeshError of its refusal; DeadlineExceeded."""
     until = clock.monotonic() + deadline_s
-    args = {"id": id, "kind": kind, "about": dict(about)}
     while True:
-        text = (await state.run("ask", [MESH], args))["answer"]
+        text = (await state.run_mesh("ask", id=id, kind=kind, about=dict(about)))["answer"]
         if text:
             answer: dict[str, Any] = json.loads(text)
             if "refusal" in answer:
@@ -58,7 +56,7 @@ async def ask(
 
 async def asked(state: State) -> list[AdmissionRequest]:
     """What has no answer yet, in the order in which it was asked."""
-    rows = (await state.run("asked", [MESH], {"waits_ms": int(1000 * WAITS_S)}))["rows"]
+    rows = (await state.run_mesh("asked", waits_ms=int(1000 * WAITS_S)))["rows"]
     found = [json.loads(text) for text in rows or []]
     return [AdmissionRequest(row["id"], row["kind"], row["about"] or {}) for row in found]
 
@@ -66,5 +64,4 @@ async def asked(state: State) -> list[AdmissionRequest]:
 async def answer(state: State, id: str, answer: Mapping[str, Any] | MeshError) -> None:
     """Gives an answer, or a refusal."""
     told = {"refusal": to_wire(answer)} if isinstance(answer, MeshError) else dict(answer)
-    args = {"id": id, "answer": json.dumps(told), "kept_ms": int(1000 * KEPT_S)}
-    await state.run("answer", [MESH], args)
+    await state.run_mesh("answer", id=id, answer=json.dumps(told), kept_ms=int(1000 * KEPT_S))

@@ -30,17 +30,17 @@ class Row:
 
 async def admit_host(state: State, host: str) -> bool:
     """Lets keys of this host in; whether it was not before. Its owner's to do."""
-    return bool((await state.run("admit_host", [MESH], {"host": host}))["new"])
+    return bool((await state.run_mesh("admit_host", host=host))["new"])
 
 
 async def admit_first(state: State, host: str) -> None:
     """Let in keys of this host if no host's are let in yet, as in a mesh without a launcher."""
-    await state.run("admit_host", [MESH], {"host": host, "first": True})
+    await state.run_mesh("admit_host", host=host, first=True)
 
 
 async def admit_alone(state: State, host: str) -> None:
     """Let in keys of this host and of no other: a mesh of one host begins."""
-    await state.run("admit_host", [MESH], {"host": host, "alone": True, "roles": _ROLES})
+    await state.run_mesh("admit_host", host=host, alone=True, roles=_ROLES)
 
 
 async def hosts(state: State) -> list[str]:
@@ -52,12 +52,12 @@ async def enter(state: State, row: Row) -> int:
     """Shows the key of a process at the door of its role and host; the number of `revoke_*` so far.
     Keys of processes that have gone for long are removed. Refused: host or key is let in no more.
     """
-    return int((await state.run("enter", [MESH], asdict(row)))["doors"])
+    return int((await state.run_mesh("enter", **asdict(row)))["doors"])
 
 
 async def leave(state: State, row: Row) -> None:
     """Takes it away again."""
-    await state.run("withdraw", [MESH], asdict(row))
+    await state.run_mesh("withdraw", **asdict(row))
 
 
 def who(client: SyncClient, publics: Sequence[str]) -> list[tuple[str, ...]]:
@@ -71,16 +71,15 @@ def who(client: SyncClient, publics: Sequence[str]) -> list[tuple[str, ...]]:
 
 async def revoke_host(state: State, host: str) -> bool:
     """Lets no key of this host in from now on, nor those that are in; whether any was."""
-    return bool((await state.run("revoke", [MESH], {"host": host, "roles": _ROLES}))["revoked"])
+    return bool((await state.run_mesh("revoke", host=host, roles=_ROLES))["revoked"])
 
 
 async def revoke_key(state: State, public: str) -> bool:
     """Lets this one key in no more; False when it was revoked before."""
-    args = {"public": public, "roles": _ROLES}
-    return bool((await state.run("revoke", [MESH], args))["revoked"])
+    return bool((await state.run_mesh("revoke", public=public, roles=_ROLES))["revoked"])
 
 
 async def rows(state: State) -> list[Row]:
     """All keys that are let in, by host, role and name."""
-    found = (await state.run("door_rows", [MESH], {"roles": _ROLES}))["rows"] or []
+    found = (await state.run_mesh("door_rows", roles=_ROLES))["rows"] or []
     return sorted((Row(**row) for row in found), key=lambda row: (row.host, row.role, row.name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from common.base.errors import Refused
 from common.base.host.settings import redis_user
@@ -63,14 +64,7 @@ def _keys(prefix: str, reads: str = "", writes: str = "", both: str = "") -> Key
     return KeyRights(named(reads) | named(both), named(writes) | named(both))
 
 
-def _mesh(reads: str = "", writes: str = "", both: str = "") -> KeyRights:
-    return _keys(MESH, reads, writes, both)
-
-
-def _job(reads: str = "", writes: str = "", both: str = "") -> KeyRights:
-    return _keys(JOB, reads, writes, both)
-
-
+_mesh, _job = partial(_keys, MESH), partial(_keys, JOB)
 _TOLD = _mesh(writes="events")
 _LEASED = _mesh(reads="entry:*")  # only who holds a lease
 _LED = _mesh(reads="leader:*")  # only who leads

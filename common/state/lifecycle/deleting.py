@@ -22,7 +22,7 @@ async def delete(state: State, job: str, op: str, by: str = "a person") -> None:
     Refused unless the job has ended, NotFound when the mesh has none of that name. Who is cut
     off in between leaves the rest to the leader.
     """
-    await state.run("delete_job", [job_prefix(job)], {"job": job, "op": op, "by": by})
+    await state.run_job("delete_job", job, op=op, by=by)
     await _delete_rest(state, job)
 
 
@@ -37,13 +37,8 @@ async def delete_old(state: State, token: int, keep_days: float) -> list[str]:
     """Deletes jobs that ended so long ago, some of them, and what others have begun to delete; the
     names of the former. Fenced for a leader that is no longer one.
     """
-    args = {
-        "election": PLANNER,
-        "token": token,
-        "keep_ms": int(keep_days * DAY_MS),
-        "most": JOBS,
-    }
-    found = await state.run("old_jobs", [MESH], args)
+    args = {"election": PLANNER, "token": token, "keep_ms": int(keep_days * DAY_MS), "most": JOBS}
+    found = await state.run_mesh("old_jobs", **args)
     for job in found["begun"] or []:
         await _delete_rest(state, job)
     old: list[str] = found["old"] or []
@@ -71,6 +66,5 @@ async def let_go(state: State, job: str) -> None:
 
 
 async def _delete_rest(state: State, job: str) -> None:
-    args = {"job": job, "most": ROWS}
-    while (await state.run("delete_rest", [job_prefix(job)], args))["more"]:
+    while (await state.run_job("delete_rest", job, most=ROWS))["more"]:
         pass

@@ -37,6 +37,7 @@ from redis.retry import Retry
 from common.base.errors import ConfigError, Fenced, NotAllowed, StateUnavailable, from_wire
 from common.base.urls import Url
 from common.state.redis.embedded import gated, without_password
+from common.state.redis.keys import MESH, job_prefix
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds
@@ -172,6 +173,14 @@ class State:
                 raise
         return await self._run(script, keys, *args)
 
+    async def run_job(self, script: str, job: str, /, **args: Any) -> Any:
+        """What `run` gives of a script of a job, which is among its arguments."""
+        return await self.run(script, [job_prefix(job)], {"job": job, **args})
+
+    async def run_mesh(self, script: str, /, **args: Any) -> Any:
+        """What `run` gives of a script of the mesh."""
+        return await self.run(script, [MESH], args)
+
     async def _run(self, script: str, keys: list[str], *args: Any) -> Any:
         operation = args[0].get("op") if args and isinstance(args[0], dict) else None
         told = list(islice(self._settled, ANSWERED)) if operation else []
@@ -186,13 +195,10 @@ class State:
         answer = _answer(script, reply)
         if operation:
             for key in told:
-                self._let_go(key)
+                with contextlib.suppress(ValueError):  # another operation has told of it meanwhile
+                    self._settled.remove(key)
             self._settled.append(f"{keys[0]}:op:{script}:{operation}")
         return answer
-
-    def _let_go(self, key: str) -> None:
-        with contextlib.suppress(ValueError):  # another operation has told of it meanwhile
-            self._settled.remove(key)
 
     def run_sync(self, script: str, keys: list[str], *args: Any) -> Any:
         """What `run` does, for threads, with a client of its own."""
@@ -313,7 +319,6 @@ def refusal_behind(error: BaseException) -> BaseException | None:
 
 
 def _refused(url: str, error: BaseException) -> ConfigError:
-    """What a server says that is there and does not let us in, or is another one."""
     if isinstance(error, InvalidResponse):
         said, fix = (
             f"what answers there is no Redis: {error}",

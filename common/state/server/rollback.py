@@ -111,14 +111,13 @@ async def held(state: State, known: RollbackMark) -> RollbackMark:
     trimmed = str(await state.command("GET", TRIMMED) or FIRST)
     event = max(rows[0][0] if rows else FIRST, trimmed, key=order)
     token = int(await state.command("GET", TOKEN) or 0)
-    rows = await state.run("job_marks", [MESH], {"known": list(known.jobs)})
+    rows = await state.run_mesh("job_marks", known=list(known.jobs))
     jobs = {row.pop("job"): JobMark(**row) for row in rows["jobs"] or []}
     deleted = {row["job"]: row["at_ms"] for row in rows["deleted"] or []}
     return RollbackMark(event, token, jobs, deleted)
 
 
 async def _newest(state: State, end: str) -> list[list[str]]:
-    """The last event up to the one with this id."""
     rows: list[list[str]] = await state.command("XREVRANGE", EVENTS, end, "-", "COUNT", 1) or []
     return rows
 

@@ -325,7 +325,7 @@ class MeshRedis(Hooks):
             self._untold = False
         while self._progress.damaged:  # with ids above all that were seen, whatever the clock says
             found = self._progress.damaged[0]
-            await events.append_above(self._owned, self.known.event, damage.EVENT, found)
+            await events.append(self._owned, damage.EVENT, found, above=self.known.event)
             del self._progress.damaged[0]
         if self._own:
             await self._owned.command("ACL", "SETUSER", embedded.USER, "on")

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from common.mesh.process.supervision.ended import LastEnd
 from common.state.jobs import JobRow
-from common.state.pool.demand.asking import need_of
-from common.state.pool.demand.needs import Need
+from common.state.pool.demand.needs import Need, need_of
 from common.state.pool.placing.snapshot import PoolHost
 from common.state.pool.placing.taking import nowhere, refusal
 from common.state.pool.store.store import host_of

@@ -11,8 +11,8 @@ from common.hardware.gpus import driver
 from common.hardware.gpus.devices import Memory
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
-from common.state.pool.demand.asking import need_of
-from common.state.pool.placing.budgets import takes
+from common.state.pool.demand.needs import need_of
+from common.state.pool.placing.fitting import takes
 from common.state.pool.workers.rows import Resident
 from services.node.residents.budgets import OverBudget
 

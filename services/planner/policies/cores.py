@@ -7,8 +7,8 @@ from itertools import product
 
 from common.hardware.profiles import declared, kind_of
 from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.budgets import room, takes
 from common.state.pool.placing.decisions import Why
+from common.state.pool.placing.fitting import room, takes
 from common.state.pool.store.documents import numbered
 from common.state.pool.workers.rows import Role, Tier
 from services.planner.pool.draft import Draft

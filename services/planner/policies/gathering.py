@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.state.pool.demand.needs import Need
-from common.state.pool.placing.budgets import room, takes
+from common.state.pool.placing.fitting import room, takes
 from common.state.pool.store.documents import numbered
 from common.state.pool.workers.rows import Role, Tier
 from services.planner.pool.draft import Draft

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.budgets import room, sleeps
 from common.state.pool.placing.decisions import Admit, Why
+from common.state.pool.placing.fitting import room, sleeps
 from common.state.pool.store.documents import numbered
 from common.state.pool.workers.rows import Doing, Tier
 from services.planner.admission.sharing import PoolDivision, started

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.budgets import room, takes
 from common.state.pool.placing.decisions import Why
+from common.state.pool.placing.fitting import room, takes
 from common.state.pool.workers.rows import Role, Tier
 from services.planner.policies import engines
 from services.planner.policies.cores import place_core

@@ -101,5 +101,5 @@ class VirtualGate:
         if why:
             then = damage.FATES["redis"].then
             told = damage.fields("redis", self._root / "redis", why, then)
-            await events.append_above(self._state, self.known.event, damage.EVENT, told)
+            await events.append(self._state, damage.EVENT, told, above=self.known.event)
         self._redis.shut = False

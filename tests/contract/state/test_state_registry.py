@@ -239,7 +239,7 @@ async def test_an_event_can_be_above_one_that_is_there_no_more(state: State) -> 
     await events.append(state, "now", {})
     now_ms = (await events.read_all(state))[0].ms
     for seen_ms in (now_ms + 90_000, now_ms + 10_000, now_ms - 1):
-        await events.append_above(state, f"{seen_ms}-3", "above", {"seen": seen_ms})
+        await events.append(state, "above", {"seen": seen_ms}, above=f"{seen_ms}-3")
     first, *told = await events.read_all(state)
     assert [event.fields["seen"] - now_ms for event in told] == [90_000, 10_000, -1]
     assert told[0].ms > now_ms + 90_000 and first.kind == "now"

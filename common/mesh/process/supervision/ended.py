@@ -109,7 +109,7 @@ def advice(report: EndReport, restart: str) -> str:
 
 async def ended(state: State) -> list[LastEnd]:
     """The last end of every process that has ended unasked, the latest first."""
-    row = (await state.run("row", [MESH], {"key": ENDED}))["row"] or {}
+    row = (await state.run_mesh("row", key=ENDED))["row"] or {}
     names = LastEnd.__dataclass_fields__
     found = [
         LastEnd(**{name: value for name, value in json.loads(text).items() if name in names})

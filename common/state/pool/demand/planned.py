@@ -10,9 +10,8 @@ from common.api.stats import CoreStats
 from common.hardware.shapes import ModelShape
 from common.job.config import PlannerConfig
 from common.state.jobs import Phase
-from common.state.pool.demand.asking import need_of, unhelped
 from common.state.pool.demand.measured import Measured, curve_of, lengths_of, together, work_of
-from common.state.pool.demand.needs import Need, PlannedJob
+from common.state.pool.demand.needs import PlannedJob, need_of, unhelped
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +36,24 @@ def planned(
     """The job of a row, its document (the resolved job file) and its live processes. `kinds`: what
     accelerators the workers of each gang have.
     """
+    # What a core has said counts, too: a version may be in other types than the document asks for,
+    # or the base of its adapters.
+    need, trainers = need_of(document), (p for p in processes if p.kind == "trainer")
+    there = {name for process in trainers for name in CoreStats.of(process.stats).published}
+    if unhelped(there, document["training"]["dtype"]):
+        need = replace(need, helped=False)
+    bundle, rollout = document.get("bundle", {}), document["rollout"]
+    shape, parameters = bundle.get("shape"), bundle.get("parameters", 0)
+    model = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))
     return PlannedJob(
         id=row["id"],
         phase=Phase(row["phase"]),
-        need=_needed(document, processes),
+        need=need,
         config=PlannerConfig(**document.get("planner", {})),
         groups_per_step=row["groups_per_step"],
         group_size=document["algorithm"]["group_size"],
         max_staleness=document["algorithm"]["max_staleness"],
-        slots=document["rollout"]["slots"],
+        slots=rollout["slots"],
         bin_tokens=document["training"]["bin_tokens"],
         recomputes=document["training"].get("activation_checkpointing", False),
         steps=document["budget"]["steps"],
@@ -60,36 +68,11 @@ def planned(
             if process.kind in PROGRESS and process.stats.get("resident")
         },
         measured=measured(processes, kinds or {}),
-        pace=document["rollout"].get("pace", ""),
+        pace=rollout.get("pace", ""),
         training_pace=document["training"].get("pace", ""),
-        model=_model(document),
-        shape=_shape(document),
+        model=" ".join(filter(None, model)),
+        shape=ModelShape(**shape) if shape else None,
     )
-
-
-def _shape(document: Mapping[str, Any]) -> ModelShape | None:
-    """That of the trained model, where who submitted the job has said it."""
-    said = document.get("bundle", {}).get("shape")
-    return ModelShape(**said) if said else None
-
-
-def _model(document: Mapping[str, Any]) -> str:
-    """What a job's workers compute, as far as their speed goes by it."""
-    parameters = document.get("bundle", {}).get("parameters", 0)
-    rollout = document["rollout"]
-    parts = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))
-    return " ".join(part for part in parts if part)
-
-
-def _needed(document: Mapping[str, Any], processes: Sequence[PublishedStats]) -> Need:
-    """What the document asks for, and what its core has said: a version may be in other types than
-    the document asks for, or the base of its adapters.
-    """
-    need, trainers = need_of(document), (p for p in processes if p.kind == "trainer")
-    there = {name for process in trainers for name in CoreStats.of(process.stats).published}
-    if unhelped(there, document["training"]["dtype"]):
-        return replace(need, helped=False)
-    return need
 
 
 def measured(processes: Sequence[PublishedStats], kinds: Mapping[str, str]) -> Measured:

@@ -5,7 +5,7 @@ that was judged by what came of it. The leader writes both; people read them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 JUDGED = "move_judged"  # kind of the event that a `Judged` is made of
@@ -37,19 +37,19 @@ class Judged:
     """A move, and what came of it. Seconds a step; None: it was not told."""
 
     ms: int  # when it was judged, by the server's time
-    job: str
-    resident: str
-    policy: str  # the rule that made it
-    was: str  # the role that the workers had
-    to: str  # the role that they were given
-    step: int | None
-    before_s: float | None
-    predicted_s: float | None
-    observed_s: float | None
-    expected_s: float | None  # what a step would take now without the move
-    regret_s: float | None  # lost in each step by having made it
-    paid: bool
-    undone: bool
+    job: str = ""
+    resident: str = ""
+    policy: str = ""  # the rule that made it
+    was: str = ""  # the role that the workers had
+    to: str = ""  # the role that they were given
+    step: int | None = None
+    before_s: float | None = None
+    predicted_s: float | None = None
+    observed_s: float | None = None
+    expected_s: float | None = None  # what a step would take now without the move
+    regret_s: float | None = None  # lost in each step by having made it
+    paid: bool = False
+    undone: bool = False
     reason: str = ""  # why it was undone, where that was told
 
     @property
@@ -60,43 +60,14 @@ class Judged:
 
 def explained_of(memory: Mapping[str, Any]) -> dict[str, Explained]:
     """What the leaders' memory says, by job; nothing where it says nothing."""
-    return {job: _explained(told) for job, told in memory.get(KEY, {}).items()}
+    return {job: Explained(**_known(Explained, told)) for job, told in memory.get(KEY, {}).items()}
 
 
-def _explained(told: Mapping[str, Any]) -> Explained:
-    return Explained(
-        step_s=float(told.get("step_s") or 0.0),
-        rollout_s=float(told.get("rollout_s") or 0.0),
-        train_s=float(told.get("train_s") or 0.0),
-        host_s=float(told.get("host_s") or 0.0),
-        binds=str(told.get("binds") or ""),
-        verdict=str(told.get("verdict") or ""),
-        ranks=str(told.get("ranks") or ""),
-        error=_number(told.get("error")),
-    )
+def judged_of(ms: int, told: Mapping[str, Any]) -> Judged:
+    """The move that the fields of an event of kind `move_judged` tell of."""
+    return Judged(**_known(Judged, told) | {"ms": ms, "was": told.get("from", "")})
 
 
-def judged_of(ms: int, fields: Mapping[str, Any]) -> Judged:
-    """The move that an event of kind `move_judged` tells of."""
-    step = fields.get("step")
-    return Judged(
-        ms=ms,
-        job=str(fields.get("job", "")),
-        resident=str(fields.get("resident", "")),
-        policy=str(fields.get("policy", "")),
-        was=str(fields.get("from", "")),
-        to=str(fields.get("to", "")),
-        step=None if step is None else int(step),
-        before_s=_number(fields.get("before_s")),
-        predicted_s=_number(fields.get("predicted_s")),
-        observed_s=_number(fields.get("observed_s")),
-        expected_s=_number(fields.get("expected_s")),
-        regret_s=_number(fields.get("regret_s")),
-        paid=bool(fields.get("paid")),
-        undone=bool(fields.get("undone")),
-        reason=str(fields.get("reason") or ""),
-    )
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+def _known(kind: type[Explained | Judged], told: Mapping[str, Any]) -> dict[str, Any]:
+    names = (one.name for one in fields(kind))
+    return {name: told[name] for name in names if told.get(name) is not None}

@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from common.state import registry
 from common.state.pool.demand.measured import kind_of
 from common.state.pool.demand.planned import PublishedStats, planned
 from common.state.pool.placing.decisions import Decision
 from common.state.pool.placing.snapshot import Move, PoolHost, PoolRequest, Snapshot
 from common.state.pool.store.documents import (
     gang_of,
-    move_of,
     numbered,
     report_document,
-    request_of,
     worker_document,
     worker_of,
+    written,
 )
 from common.state.pool.store.explained import Explained, explained_of
-from common.state.pool.store.writing import written
+from common.state.pool.workers.names import PLACED
 from common.state.pool.workers.names import agent as agent_process
 from common.state.pool.workers.rows import Gang, Report, WorkerRow
 from common.state.pool.workers.settings import PoolSettings
@@ -67,14 +67,15 @@ async def join_worker(state: State, worker: WorkerRow) -> WorkerRow:
     It stays in the gang that it is in, if any. A new start of it (another token) voids what it
     reported. Fenced without the live lease `worker.token` of its process.
     """
-    args = {
-        "worker": worker.id,
-        "token": worker.token,
-        "host": worker.host,
-        "accelerator": worker.accelerator,
-        "about": json.dumps(worker_document(worker)),
-    }
-    return worker_of((await state.run("join_worker", [MESH], args))["row"])
+    answer = await state.run_mesh(
+        "join_worker",
+        worker=worker.id,
+        token=worker.token,
+        host=worker.host,
+        accelerator=worker.accelerator,
+        about=json.dumps(worker_document(worker)),
+    )
+    return worker_of(answer["row"])
 
 
 async def worker_row(state: State, id: str) -> WorkerRow | None:
@@ -84,22 +85,14 @@ async def worker_row(state: State, id: str) -> WorkerRow | None:
     row = await state.command("HMGET", f"{WORKER}{id}", *_POLLED)
     if row[0] is None:
         return None
-    about, token, gang, membership, revision = row
-    return worker_of(
-        {
-            "id": id,
-            "about": json.loads(about),
-            "token": int(token),
-            "gang": gang,
-            "membership": int(membership),
-            "revision": int(revision),
-        }
-    )
+    found = dict(zip(_POLLED, row, strict=True))
+    numbers = {name: int(found[name]) for name in ("token", "membership", "revision")}
+    return worker_of(found | numbers | {"id": id, "about": json.loads(found["about"])})
 
 
 async def workers(state: State) -> list[WorkerRow]:
     """All workers on record, w2 before w10."""
-    rows = (await state.run("pool_rows", [MESH], {"what": "workers"}))["rows"]
+    rows = (await state.run_mesh("pool_rows", what="workers"))["rows"]
     return sorted(map(worker_of, rows), key=lambda worker: numbered(worker.id))
 
 
@@ -109,17 +102,18 @@ async def report(state: State, worker_id: str, gang: str, resident_id: str, repo
 
     Fenced when `report.token` is not the live lease of the worker's process.
     """
-    args = {
-        "worker": worker_id,
-        "token": report.token,
-        "gang": gang,
-        "resident": resident_id,
-        "rank": report.rank,
-        "generation": report.generation,
-        "epoch": report.epoch,
-        "report": json.dumps(report_document(report)),
-    }
-    return bool((await state.run("report", [MESH], args))["accepted"])
+    answer = await state.run_mesh(
+        "report",
+        worker=worker_id,
+        token=report.token,
+        gang=gang,
+        resident=resident_id,
+        rank=report.rank,
+        generation=report.generation,
+        epoch=report.epoch,
+        report=json.dumps(report_document(report)),
+    )
+    return bool(answer["accepted"])
 
 
 # -- gangs and services --------------------------------------------------------------------------
@@ -127,13 +121,13 @@ async def report(state: State, worker_id: str, gang: str, resident_id: str, repo
 
 async def gangs(state: State) -> list[Gang]:
     """All gangs, in the order in which they were formed."""
-    rows = (await state.run("pool_rows", [MESH], {"what": "gangs"}))["rows"]
+    rows = (await state.run_mesh("pool_rows", what="gangs"))["rows"]
     return [gang_of(row) for row in rows]
 
 
 async def gang(state: State, id: str) -> Gang | None:
     """One gang; None when there is none of that id."""
-    rows = (await state.run("pool_rows", [MESH], {"gang": id}))["rows"]
+    rows = (await state.run_mesh("pool_rows", gang=id))["rows"]
     return gang_of(rows[0]) if rows else None
 
 
@@ -161,7 +155,7 @@ async def under_way(state: State) -> list[Move]:
     """The moves that are decided and not complete, the oldest first."""
     flat = await state.command("HGETALL", MOVING)
     rows = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
-    found = [move_of(id, json.loads(row)) for id, row in rows.items()]
+    found = [Move(id, **json.loads(row)) for id, row in rows.items()]
     return sorted(found, key=lambda move: (move.started_ms, move.id))
 
 
@@ -185,7 +179,7 @@ async def request(state: State, request: PoolRequest) -> None:
     which the event of the decision tells by its `op`, or declined, as `move_declined`. A host that
     is to be drained is marked as draining at once.
     """
-    await state.run("request", [MESH], asdict(request))
+    await state.run_mesh("request", **asdict(request))
 
 
 async def mark_host(state: State, host: str, why: str, was: str | None = None) -> bool:
@@ -193,7 +187,7 @@ async def mark_host(state: State, host: str, why: str, was: str | None = None) -
     what was said until now is `was`; None: in any case. Whether that changes anything.
     """
     args = {"host": host, "why": why} | ({} if was is None else {"was": was})
-    return bool((await state.run("mark_host", [MESH], args))["changed"])
+    return bool((await state.run_mesh("mark_host", **args))["changed"])
 
 
 async def draining(state: State) -> dict[str, str]:
@@ -209,8 +203,7 @@ async def drains(state: State, host: str) -> bool:
 
 async def write_settings(state: State, settings: PoolSettings) -> int:
     """Gives the planner the settings of a mesh that is up from now on; since when, in ms."""
-    args = {"pool": json.dumps(asdict(settings))}
-    return int((await state.run("write_settings", [MESH], args))["up_ms"])
+    return int((await state.run_mesh("write_settings", pool=json.dumps(asdict(settings))))["up_ms"])
 
 
 async def settings(state: State) -> PoolSettings:
@@ -229,8 +222,7 @@ _documents: WeakKeyDictionary[State, dict[str, dict[str, Any]]] = WeakKeyDiction
 async def look(state: State, token: int) -> PoolLook:
     """One look at everything, in one script; Fenced for a leader that is no longer one."""
     known = _documents.setdefault(state, {})
-    args = {"election": PLANNER, "token": token, "known": list(known)}
-    found = await state.run("look", [MESH], args)
+    found = await state.run_mesh("look", election=PLANNER, token=token, known=list(known))
     documents = {}
     for row in found["jobs"]:
         row["document"] = row["document"] or known[row["digest"]]
@@ -284,14 +276,15 @@ async def forget_gone(state: State, token: int, gone_s: float, ended_s: float = 
     many workers. And the last ends, `ended_s` ago or longer, of residents that are gone. Fenced
     for a leader that is no longer one.
     """
-    args = {
-        "election": PLANNER,
-        "token": token,
-        "gone_ms": int(1000 * gone_s),
-        "ended_ms": int(1000 * ended_s),
-        "most": CHUNK,
-    }
-    return int((await state.run("forget_gone", [MESH], args))["removed"])
+    answer = await state.run_mesh(
+        "forget_gone",
+        election=PLANNER,
+        token=token,
+        gone_ms=int(1000 * gone_s),
+        ended_ms=int(1000 * ended_s),
+        most=CHUNK,
+    )
+    return int(answer["removed"])
 
 
 def _snapshot(found: dict[str, Any]) -> Snapshot:
@@ -303,7 +296,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
     rows = (worker_of(row | {"alive": row["id"] in alive}) for row in found["workers"])
     known = tuple(sorted(rows, key=lambda one: numbered(one.id)))
     kinds = {worker.gang: kind_of(worker.accelerator) for worker in known if worker.gang}
-    requests = [request_of(op, row) for op, row in found["requests"].items()]
+    requests = [PoolRequest(op, **row) for op, row in found["requests"].items()]
     settings = found["settings"]
     return Snapshot(
         now_ms=found["now_ms"],
@@ -314,7 +307,7 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
         ),
         hosts=_hosts(found, known, processes),
         requests=tuple(sorted(requests, key=lambda one: (one.asked_ms, one.op))),
-        moves=tuple(move_of(id, row) for id, row in sorted(found["moves"].items())),
+        moves=tuple(Move(id, **row) for id, row in sorted(found["moves"].items())),
         rests=frozenset(p.name for p in processes if p.stats.get("rests")),
         settings=PoolSettings(**settings.get("pool", {})),
         gangs_formed=found["formed"],
@@ -325,7 +318,6 @@ def _snapshot(found: dict[str, Any]) -> Snapshot:
 def _hosts(
     found: dict[str, Any], known: Sequence[WorkerRow], processes: Sequence[PublishedStats]
 ) -> tuple[PoolHost, ...]:
-    """Those that have an agent, or workers, or services."""
     agents = {p.name.partition("/")[2]: p for p in processes if p.kind == "node"}
     said = {row["name"]: row["stats"] for row in found["away"]}
     said |= {agent.name: agent.stats for agent in agents.values()}
@@ -336,7 +328,8 @@ def _hosts(
         PoolHost(
             name,
             alive=name in agents,
-            draining=draining.get(name, "") or str(_stat(agents.get(name), "draining")),
+            draining=draining.get(name, "")
+            or (str(agents[name].stats.get("draining") or "") if name in agents else ""),
             services=services.get(name, ()),
             **_offer(said.get(agent_process(name), {})),
         )
@@ -351,10 +344,20 @@ def host_of(agent: Entry) -> PoolHost:
 
 
 def _offer(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What the stats of a host's agent say of its services, its tiers and its cores."""
     offer: dict[str, Any] = {key: float(said[key]) for key in CORES if key in said}
     return offer | {key: tuple(said[key]) for key in PLACES if said.get(key) is not None}
 
 
-def _stat(process: PublishedStats | None, name: str) -> Any:
-    return process.stats.get(name) or "" if process is not None else ""
+async def remaining_on(state: State, host: str) -> list[str]:
+    """Names of residents, of shards and sandboxes that are to be there, and of processes of such
+    that live there.
+    """
+    there = {worker.id for worker in await workers(state) if worker.host == host}
+    found = set(await services_of(state, host))
+    for gang in await gangs(state):
+        for resident in gang.residents:
+            if there.intersection(gang.workers[rank] for rank in resident.ranks):
+                found.add(resident.id)
+    entries = await registry.entries(state)
+    found |= {e.name for e in entries if e.alive and e.host == host and e.kind in PLACED}
+    return sorted(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from common.state.pool.workers.rows import Apart, Tier
@@ -28,18 +28,8 @@ class Seat:
     @classmethod
     def of(cls, a: argparse.Namespace) -> Seat:
         """The seat that a command line of `parser` describes."""
-        return cls(
-            a.gang,
-            a.resident,
-            a.job,
-            a.generation,
-            a.core,
-            a.rank,
-            a.ranks,
-            a.turns,
-            a.keeper,
-            Apart.of(json.loads(a.apart)),
-        )
+        told = {one.name: getattr(a, one.name) for one in fields(cls)}
+        return cls(**told | {"apart": Apart.of(json.loads(a.apart))})
 
     def words(self) -> list[str]:
         """The command line's words that `parser` reads."""

@@ -5,7 +5,7 @@ the degrees of tensor parallelism that engines may have.
 from __future__ import annotations
 
 from common.job.pace import profile, training_pace
-from common.state.pool.demand.asking import need_of
+from common.state.pool.demand.needs import need_of
 from common.state.pool.placing.fitting import tight_floor
 from meshrl.job.loaded import JobFile
 from meshrl.job.model_files import shape

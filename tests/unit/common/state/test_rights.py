@@ -89,7 +89,7 @@ class Uses(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         asked = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if asked in ("run", "run_sync") and node.args:
+        if asked in ("run", "run_sync", "run_job", "run_mesh") and node.args:
             self._ran(node.args[0])
         elif isinstance(node.func, ast.Name) and node.func.id == "asked_once":
             self._ran(node.args[1])

@@ -14,7 +14,7 @@ import pytest
 from common.base.errors import ConfigError
 from common.job.config import JobConfig
 from common.job.schema import JOB
-from common.state.pool.demand.asking import need_of
+from common.state.pool.demand.needs import need_of
 from meshrl.job.jobfile import apply_override, load
 from meshrl.job.loaded import at
 from meshrl.job.toml.reading import key_lines, line_of

@@ -10,12 +10,12 @@ import pytest
 
 from common.api.weights import Manifest, Tensor
 from common.base.digest import digest_of
-from common.base.encoding.blob import pack
 from common.base.errors import MeshError, NotFound
 from common.base.files.sealed import sealed
 from common.job.bundle import bundle_files
 from common.records.checkpoints import checkpoint_name, digests_below
 from common.weights.chunks.chunks import ChunkStore
+from common.weights.layout.manifest import packed
 from meshrl.directory.places import MeshPlace
 from meshrl.run import whole
 
@@ -55,8 +55,8 @@ class Made:
 
     def _checkpoint(self, step: int) -> str:
         chunk = stored(self.chunks, b"%8d" % step)
-        tensors = [Tensor("w", "F32", [2], chunk, 0, 8)]
-        manifest = stored(self.chunks, pack(Manifest("sum", 0, step, tensors)))
+        tensors = [Tensor("w", "F32", [2], chunk, 0, 8, 0, 0, 2)]
+        manifest = stored(self.chunks, packed(Manifest("sum", 0, step, tensors)))
         name = checkpoint_name(0, step, manifest)
         state = self.directory / "checkpoints" / name / "state"
         state.mkdir(parents=True)

@@ -109,7 +109,7 @@ async def test_damage_found_between_two_sessions_is_in_the_record_report_and_sta
     [last] = [e.id for e in read_events(run.directory)][-1:]
     await run.launcher.state.close()
     run.launcher.state = simulated_as(State, run.launcher.clock)  # another Redis, without the job
-    await events.append_above(run.launcher.state, last, EVENT, lost)
+    await events.append(run.launcher.state, EVENT, lost, above=last)
     await put_back(run.launcher.state, run.directory, JOB, recorder.held["document"], JobMark(0, 1))
     recorder = run.recorder()
     await recorder.look()

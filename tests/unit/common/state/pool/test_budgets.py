@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.state.pool.demand.needs import Need
-from common.state.pool.placing.budgets import sleeps, takes
+from common.state.pool.placing.fitting import sleeps, takes
 from common.state.pool.workers.rows import Resident, Role
 
 
