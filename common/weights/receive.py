@@ -8,11 +8,12 @@ it, while the others see to the next ones.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, takewhile
 
 import torch
 
@@ -22,14 +23,14 @@ from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import patiently
 from common.model.files.source import TensorSource
 from common.weights.bulk.port import BulkClient, ChunkStore
+from common.weights.chunks.chunks import locked
 from common.weights.delta.receiving import acknowledge
 from common.weights.layout.images import Image
 from common.weights.layout.manifest import Rows, understood
 from common.weights.store import host_chunks
+from common.weights.store.host_chunks import WantedVersion
 from common.weights.store.weight_store import get, store_entry
-from common.weights.ways.base import WantedVersion
-from common.weights.ways.bringing import Bringing
-from common.weights.ways.peer import PullPath
+from common.weights.ways.bringing import Bringing, PullPath
 
 BATCH_BYTES = 256 << 20  # of chunks that are hashed in one go off the loop
 HASH_S = 120.0  # for these, from a disk that is slow
@@ -98,17 +99,15 @@ class Receiver:
         if stored is not None:
             lacking = await self._mapped(image, stored, image.chunks, fresh)
             for digest, error in lacking.items():
-                if isinstance(error, Damaged):
-                    await self._blame(digest, image.manifest.job)
+                if isinstance(error, Damaged):  # the store sets its file aside, and tells
+                    asked = Examine(digest, "weights", image.manifest.job)
+                    await patiently(
+                        mesh.clock, partial(mesh.ref(STORE).call, Weights.examine, asked)
+                    )
         else:
             lacking = await self._brought(image, fresh)
         if lacking:
             raise next(iter(lacking.values()))
-
-    async def _blame(self, digest: str, job: str) -> None:
-        """Has the store look at a file of its own: it sets it aside, and tells."""
-        ref, asked = self._mesh.ref(STORE), Examine(digest, "weights", job)
-        await patiently(self._mesh.clock, lambda: ref.call(Weights.examine, asked))
 
     async def _brought(self, image: Image, fresh: bool) -> dict[str, MeshError]:
         """Maps what this host has, and brings the rest; what the store does not have."""
@@ -133,16 +132,15 @@ class Receiver:
                 await run(image.hold, digest, content, deadline_s=HASH_S)
         if cache is not None and not failed:
             await self._mesh.host.run_blocking(_used, cache, image.chunks, deadline_s=HASH_S)
-            await self._acknowledged(image, cache)
-        return failed
+            chunks = {piece.chunk for piece in image.manifest.tensors if piece.size}
 
-    async def _acknowledged(self, image: Image, cache: ChunkStore) -> None:
-        """Tells of a version that this host has whole, as files: of those deltas are made."""
-        if not self._follows:
-            return
-        chunks = {piece.chunk for piece in image.manifest.tensors if piece.size}
-        if await self._mesh.host.run_blocking(_all_there, cache, chunks, deadline_s=HASH_S):
-            await acknowledge(self._mesh, image.manifest, image.digest)
+            def whole() -> bool:
+                return all(map(cache.has, chunks))
+
+            # Deltas are made of what this host has whole, as files.
+            if self._follows and await self._mesh.host.run_blocking(whole, deadline_s=HASH_S):
+                await acknowledge(self._mesh, image.manifest, image.digest)
+        return failed
 
     async def _kept(
         self, image: Image, cache: ChunkStore, digests: list[str], fresh: bool
@@ -163,7 +161,6 @@ class Receiver:
     async def _came(
         self, image: Image, cache: ChunkStore, digests: list[str], fresh: bool
     ) -> list[str]:
-        """Maps what comes by the way that is chosen; the others."""
         sizes = {digest: image.chunks[digest] for digest in digests}
         try:
             version = WantedVersion(image.manifest.job, image.digest, sizes, image.chunks.keys())
@@ -191,7 +188,8 @@ class Receiver:
         moved_at = clock.monotonic()
         while todo:
             alone = clock.monotonic() - moved_at > STANDS_S
-            some = _batch(todo, image.chunks)
+            filled = accumulate(map(image.chunks.__getitem__, todo))
+            some = todo[: sum(1 for _ in takewhile(BATCH_BYTES.__gt__, filled)) + 1]
             busy = await run(look.take, some, alone, deadline_s=HASH_S)
             todo = todo[len(some) :] + busy
             if len(busy) < len(some):
@@ -203,30 +201,13 @@ class Receiver:
 
 
 def _used(cache: ChunkStore, digests: Iterable[str]) -> None:
-    """Whoever makes room leaves these as long as there are others."""
     for digest in digests:
         with suppress(OSError):
             cache.use(digest)
 
 
-def _all_there(cache: ChunkStore, digests: Iterable[str]) -> bool:
-    return all(map(cache.has, digests))
-
-
-def _batch(digests: list[str], sizes: Mapping[str, int]) -> list[str]:
-    found, filled = [], 0
-    for digest in digests:
-        found.append(digest)
-        filled += sizes[digest]
-        if filled >= BATCH_BYTES:
-            break
-    return found
-
-
 @dataclass
 class _Look:
-    """Maps and hashes files, off the loop."""
-
     image: Image
     chunks: ChunkStore
     fresh: bool  # what was found right before is hashed again
@@ -255,11 +236,11 @@ class _Look:
         try:
             stat = os.fstat(descriptor)
             self.image.map(digest, descriptor, str(path))
-            if self._known(digest, stat):
+            if not fresh and self.chunks.is_verified(digest, stat):
                 return True
-            if not (alone or fresh) and not _locked(descriptor):
+            if not (alone or fresh) and not locked(descriptor):
                 return False
-            if self._known(digest, stat):
+            if not fresh and self.chunks.is_verified(digest, stat):
                 return True
             self.hashed_bytes += stat.st_size
             if not self.image.right(digest):
@@ -270,17 +251,3 @@ class _Look:
             return True
         finally:
             os.close(descriptor)  # and with it the lock
-
-    def _known(self, digest: str, stat: os.stat_result) -> bool:
-        return not self.fresh and self.chunks.is_verified(digest, stat)
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether nobody else hashes this file, as far as its file system can tell."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -76,19 +76,15 @@ class Stager:
         async with self._turn:
             if self._how.write:
                 digest = await put(self._mesh, self._bulk, chunk.content, self._what)
-                await self._kept(digest, chunk.content)
+                if self._far is None:
+                    entry = await patiently(self._mesh.clock, lambda: store_entry(self._mesh))
+                    self._far = entry.host != self._mesh.settings.host
+                if self._far:  # deltas of it are made here
+                    await host_chunks.keep(self._mesh, digest, chunk.content)
             else:
                 run = self._mesh.host.run_blocking
                 digest = await run(digest_of, chunk.content, deadline_s=COPY_S)
         return [replace(piece, chunk=digest) for piece in chunk.pieces]
-
-    async def _kept(self, digest: str, content: memoryview) -> None:
-        """Keeps a chunk on this host, where the store is on another: deltas of it are made here."""
-        if self._far is None:
-            entry = await patiently(self._mesh.clock, lambda: store_entry(self._mesh))
-            self._far = entry.host != self._mesh.settings.host
-        if self._far:
-            await host_chunks.keep(self._mesh, digest, content)
 
     async def settled(self, most: int = UNWRITTEN) -> None:
         """Returns once at most so many chunks are not in the store; raises what hinders that."""

@@ -23,7 +23,7 @@ from common.mesh.residents.turns import Turns
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.mesh.runtime.patience import Patience, patiently
 from common.model.network.lora import is_adapter, merged
-from common.records.traces import Traces
+from common.records.run_lines import Traces
 from common.state import jobs
 from common.state.pool.workers.seat import Seat
 from common.weights.bulk.port import BulkServer

@@ -10,11 +10,11 @@ themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,18 +24,15 @@ from common.base.errors import (
     Damaged,
     HandshakeFailed,
     NotAllowed,
-    NotFound,
-    PeerLost,
     Refused,
     WrongKeys,
 )
+from common.weights.bulk.channel import Rates
 from common.weights.bulk.doors import Door, InterpreterDoor, KeyDoor
-from common.weights.bulk.kept import Arrival, Kept
-from common.weights.bulk.rates import Rates
 from common.weights.bulk.server import LARGEST_BYTES, BulkServer
 from common.weights.bulk.session import HAS, NO_CHUNK, PUT, WHERE, BulkSession
-from common.weights.bulk.transfer import PART_BYTES, Transfer
-from common.weights.chunks.chunks import ChunkStore
+from common.weights.bulk.transfer import PART_BYTES, Kept, Transfer
+from common.weights.chunks.chunks import ChunkStore, DamageEvent
 from common.weights.chunks.partial import Partial
 
 if TYPE_CHECKING:
@@ -90,7 +87,7 @@ class BulkClient:
         self._directories: dict[str, bytes] = {}  # that are served, by address, with key
         self._stores: dict[Path, ChunkStore] = {}  # of this host, by directory
         self._refused_since: dict[str, float] = {}  # handshakes one after the other; by incarnation
-        self.untold: deque[tuple[Path, Path]] = deque()  # see ChunkStore
+        self.untold: deque[DamageEvent] = deque()  # see ChunkStore
 
     async def get(
         self,
@@ -124,24 +121,9 @@ class BulkClient:
         await self._mesh.check(entry, bulk=True)
         key = f"{entry.address} {entry.bulk}"
 
-        def over(session: BulkSession) -> bytes:
-            try:
-                content = session.chunk(name)
-            except NotFound:
-                self._kept.give(key, session)
-                raise
-            except BaseException:
-                session.close()
-                raise
-            self._kept.give(key, session)
-            return content
-
         def fetch() -> bytes:
-            kept = self._kept.take(key)
-            if kept is not None:
-                with suppress(PeerLost):  # it was closed at the other end meanwhile
-                    return over(kept)
-            return over(self._session(entry, deadline_s).open())
+            connect = functools.partial(self._session, entry, deadline_s)
+            return self._kept.over(key, connect, lambda session: session.chunk(name))
 
         return await self._ask(entry, fetch, deadline_s)
 
@@ -176,44 +158,19 @@ class BulkClient:
 
         return await self._ask(entry, send, deadline_s)
 
-    async def fetch(
-        self, entry: Entry, digest: str, path: Path, *, deadline_s: float = FILE_S
-    ) -> None:
-        """Puts the bytes of `digest` into a file (mode 0600) that is there whole, durable and
-        checked, or not at all; they may be more than memory holds. NotFound, PeerLost, StorageFull,
-        Damaged when they were changed.
-        """
-        with Partial.of_file(path, digest) as partial:
-            await self.receive(entry, partial, deadline_s=deadline_s)
-
     async def receive(
         self,
         entry: Entry,
         partial: Partial,
         *,
         space: str = WEIGHTS,
-        deadline_s: float = FILE_S,
     ) -> None:
-        """What `fetch` does, from where `partial` is: it may have begun at another server. PeerLost
-        leaves it as far as it has come.
+        """Makes the bytes of a digest the file (mode 0600) of `partial`, there whole, durable and
+        checked, or not at all; they may be more than memory holds. It goes on where `partial` is,
+        which may have begun at another server, and PeerLost leaves it as far as it has come.
+        NotFound, StorageFull, Damaged when they were changed.
         """
-        chunks = await self.local(entry)
-        transfer = self._transfer(entry)
-        with partial.writer() as writer:
-
-            def receive() -> None:
-                if chunks is not None:
-                    stored = chunks.space(space)
-                    for block in stored.blocks(writer.digest, writer.position):
-                        writer.write(block)
-                else:
-                    transfer.fetch(writer, space)
-                writer.finish(entry.bulk)
-
-            try:
-                await self._ask(entry, receive, deadline_s)
-            finally:  # nothing goes on when nobody waits any more
-                transfer.stop()
+        await self._fill(entry, partial, self._transfer(entry), space)
 
     async def arrive(
         self,
@@ -222,7 +179,6 @@ class BulkClient:
         size: int,
         *,
         stall_s: float,
-        deadline_s: float = FILE_S,
     ) -> None:
         """Adds what one server has of a chunk of `size` bytes to `partial`, from where that is,
         over a connection that is kept for the next one; it is neither checked nor committed.
@@ -230,26 +186,40 @@ class BulkClient:
         PeerLost, DeadlineExceeded when nothing moves for `stall_s`: both leave it as far as it has
         come, for this server or another.
         """
+        connect = functools.partial(self._session, entry, FILE_S, stall_s)
+        kept = self._kept, f"{entry.address} {entry.bulk}"
+        await self._fill(entry, partial, Transfer(connect, self._part_bytes, *kept), whole=size)
+
+    async def _fill(
+        self,
+        entry: Entry,
+        partial: Partial,
+        transfer: Transfer,
+        space: str = WEIGHTS,
+        whole: int | None = None,
+    ) -> None:
+        """Writes what lacks; it is checked and committed unless the caller does so, who knows how
+        many bytes the `whole` has.
+        """
         chunks = await self.local(entry)
-
-        def connect() -> BulkSession:
-            return self._session(entry, deadline_s, stall_s)
-
         with partial.writer() as writer:
-            arrival = Arrival(self._kept, f"{entry.address} {entry.bulk}", connect, writer, size)
 
-            def arrive() -> None:
+            def fill() -> None:
                 if chunks is None:
-                    return arrival.run(self._part_bytes)
-                for block in chunks.blocks(writer.digest, writer.position):
-                    if writer.position + len(block) > size:
-                        raise Damaged("a chunk has another size there", where=str(chunks.directory))
-                    writer.write(block)
+                    transfer.fetch(writer, space, whole)
+                else:
+                    for block in chunks.space(space).blocks(writer.digest, writer.position):
+                        if whole is not None and writer.position + len(block) > whole:
+                            where = str(chunks.directory)
+                            raise Damaged("a chunk has another size there", where=where)
+                        writer.write(block)
+                if whole is None:
+                    writer.finish(entry.bulk)
 
             try:
-                await self._ask(entry, arrive, deadline_s)
+                await self._ask(entry, fill, FILE_S)
             finally:  # nothing goes on when nobody waits any more
-                arrival.stop()
+                transfer.stop()
 
     async def put_file(self, entry: Entry, path: Path, *, deadline_s: float = FILE_S) -> str:
         """The digest of a file's content, which is durable there then; it may be more than memory

@@ -7,6 +7,7 @@ a chunk.
 from __future__ import annotations
 
 import errno
+import math
 import selectors
 import socket
 import time
@@ -16,11 +17,9 @@ from typing import TYPE_CHECKING
 from common.base.errors import ConfigError, StateUnavailable
 from common.base.host.ports import bare, ports, shown
 from common.base.host.settings import advertised_host
-from common.weights.bulk.channel import PAUSE
+from common.weights.bulk.channel import PAUSE, UNLIMITED, Rates
 from common.weights.bulk.doors import Door
-from common.weights.bulk.errands import BulkTasks
-from common.weights.bulk.rates import UNLIMITED, Rates
-from common.weights.bulk.serving import DISK, KEYS, Serving, Shelf
+from common.weights.bulk.serving import DISK, KEYS, BulkTasks, Serving, Shelf
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.chunks.partial import Parked
 
@@ -110,7 +109,9 @@ class BulkServer:
             self._listener.close()
             self._parked.clear()
             return False
-        for key, _ in self._selector.select(self._turn_s()):
+        # Until one that has paused goes on, or the thread looks whether it should end.
+        paused_s = min(self._paused.values(), default=math.inf) - time.monotonic()
+        for key, _ in self._selector.select(min(TURN_S, max(0.0, paused_s))):
             if key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, BulkTasks):
@@ -124,39 +125,38 @@ class BulkServer:
         for client in [c for c, until in self._paused.items() if until <= now]:
             del self._paused[client]
             self._advance(client)
-        self._age(now)
-        return True
-
-    def _turn_s(self) -> float:
-        """Until somebody who has paused goes on, or the thread looks whether it should end."""
-        if not self._paused:
-            return TURN_S
-        return min(TURN_S, max(0.0, min(self._paused.values()) - time.monotonic()))
-
-    def _age(self, now: float) -> None:
         self._parked.age()
         for client in [c for c in self._clients.values() if now > c.ends]:
             self._end(client)
         if 0.0 < self._accepts_from <= now:
             self._accepts_from = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
+        return True
 
     # ------------------------------------------------------------ coming and going
 
     def _accept(self) -> None:
+        strangers = [c for c in self._clients.values() if not c.proven]
         try:
             accepted, (origin, *_) = self._listener.accept()
         except OSError as error:
-            if error.errno in _NONE_LEFT:
-                self._wait_for_descriptors()
-            return  # else the client has gone again
-        strangers = [c for c in self._clients.values() if not c.proven]
+            if error.errno in _NONE_LEFT:  # else the client has gone again
+                self.refused["bulk_descriptors"] += 1
+                for stranger in strangers:  # they give theirs back
+                    self._end(stranger)
+                # Who knocks waits: it would wake the thread for ever.
+                self._selector.unregister(self._listener)
+                self._accepts_from = time.monotonic() + PAUSE_S
+            return
         if len(self._clients) - len(strangers) >= CONNECTIONS:
             self.refused["bulk_crowd"] += 1
             accepted.close()
             return
         if len(strangers) >= STRANGERS:
-            self._make_room(strangers)
+            # The oldest of the address that has most goes: who knocks often keeps nobody else out.
+            [(busiest, _)] = Counter(c.origin for c in strangers).most_common(1)
+            self.refused["bulk_crowd"] += 1
+            self._end(next(c for c in strangers if c.origin == busiest))
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         client = Serving(accepted, origin, self._door, self._place, self._shelf)
@@ -164,34 +164,25 @@ class BulkServer:
         self._clients[accepted] = client
         self._selector.register(accepted, selectors.EVENT_READ, client)
 
-    def _make_room(self, strangers: list[Serving]) -> None:
-        """Ends the oldest of the address that has most: who knocks often keeps nobody else out."""
-        [(busiest, _)] = Counter(c.origin for c in strangers).most_common(1)
-        self.refused["bulk_crowd"] += 1
-        self._end(next(c for c in strangers if c.origin == busiest))
-
-    def _wait_for_descriptors(self) -> None:
-        """Strangers give theirs back. Who knocks waits: it would wake the thread for ever."""
-        self.refused["bulk_descriptors"] += 1
-        for stranger in [c for c in self._clients.values() if not c.proven]:
-            self._end(stranger)
-        self._selector.unregister(self._listener)
-        self._accepts_from = time.monotonic() + PAUSE_S
-
     def _advance(self, client: Serving) -> None:
         known = client.proven
         try:
             wanted = next(client.steps)
         except (StopIteration, OSError):
             if not client.proven:
-                self.refused[_why(client)] += 1
+                undecided = isinstance(client.done, StateUnavailable)
+                no_keys = "bulk_keys" if client.told and not client.user else "bulk_handshake"
+                self.refused["bulk_undecided" if undecided else no_keys] += 1
             self._end(client)
             return
         if client.proven:
             client.ends = time.monotonic() + IDLE_S
-            if not known and not self._has_room_for(client):
-                self._end(client)
-                return
+            if not known:
+                own = sum(c.proven and c.user == client.user for c in self._clients.values())
+                if own > USER_CONNECTIONS:
+                    self.refused["bulk_crowd"] += 1
+                    self._end(client)
+                    return
         if wanted == DISK:
             client.ends = time.monotonic() + COMMIT_S
         if wanted in self._errands:
@@ -211,13 +202,6 @@ class BulkServer:
         else:
             self._selector.modify(client.socket, wanted, client)
 
-    def _has_room_for(self, client: Serving) -> bool:
-        own = sum(c.proven and c.user == client.user for c in self._clients.values())
-        if own <= USER_CONNECTIONS:
-            return True
-        self.refused["bulk_crowd"] += 1
-        return False
-
     def _end(self, client: Serving) -> None:
         client.ended = True
         self._paused.pop(client, None)
@@ -226,13 +210,6 @@ class BulkServer:
             self._selector.unregister(client.socket)
         client.socket.close()
         del self._clients[client.socket]
-
-
-def _why(client: Serving) -> str:
-    """One that has not proved itself was turned away."""
-    if isinstance(client.done, StateUnavailable):
-        return "bulk_undecided"
-    return "bulk_keys" if client.told and not client.user else "bulk_handshake"
 
 
 def _listening(bind: str) -> socket.socket:

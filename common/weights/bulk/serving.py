@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import queue
 import selectors
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from common.api.transfer import bulk
 from common.base.digest import Hasher
-from common.base.errors import BadMessage, MeshError, NotAllowed, NotFound, Refused, to_wire
+from common.base.errors import BadMessage, MeshError, NotAllowed, Refused, to_wire
 from common.mesh.wire.frames import pack_error
-from common.weights.bulk.channel import PIECE_BYTES, BulkChannel, SealedChannel, Steps
+from common.weights.bulk.channel import (
+    PIECE_BYTES,
+    UNLIMITED,
+    BulkChannel,
+    Rates,
+    SealedChannel,
+    Steps,
+)
 from common.weights.bulk.doors import Door
-from common.weights.bulk.errands import Errand
-from common.weights.bulk.rates import UNLIMITED, Rates
 from common.weights.bulk.session import (
     ANSWER,
     FAILED,
@@ -30,10 +38,75 @@ from common.weights.bulk.session import (
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.chunks.partial import Parked, Partial
 
+if TYPE_CHECKING:
+    from common.mesh.process.host import Host
+
+
+TURN_S = 0.5  # how often a thread looks whether it should end
+
+K = TypeVar("K")
+Errand = Callable[[], object]
 _MOST_BYTES = 1 << 62  # of a file: what is beyond is no offset
 _PUTS = (PUT, HAS, REST)  # what who puts a chunk asks
 _VERBS = (GET, WHERE, *_PUTS)
 KEYS, DISK = 0, -1  # in place of an event of the socket: an errand, and who is to run it
+
+
+class BulkTasks(Generic[K]):
+    """One thread, which starts with the first errand. `woken` becomes readable when `done` has
+    something to tell. `K`: who an errand is for.
+    """
+
+    def __init__(self, host: Host, name: str) -> None:
+        self._host, self._name = host, name
+        self.woken, self._wakes = socket.socketpair()
+        for end in (self.woken, self._wakes):
+            end.setblocking(False)
+        self._todo: queue.SimpleQueue[tuple[K, Errand]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[K, object]] = queue.SimpleQueue()
+        self._started = self._closing = False
+
+    def run(self, client: K, errand: Errand) -> None:
+        """Has it done after those before it."""
+        self._todo.put((client, errand))
+        if not self._started:
+            self._started = True
+            self._thread = self._host.every(0.0, self._turn, self._name)
+
+    def done(self) -> list[tuple[K, object]]:
+        """For whom something was done, and what it returned, or its MeshError."""
+        with suppress(BlockingIOError):
+            self.woken.recv(4096)
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._done.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Ends the thread at its next look."""
+        self._closing = True
+        if not self._started:
+            self._shut()
+
+    def _shut(self) -> None:
+        self.woken.close()
+        self._wakes.close()
+
+    def _turn(self) -> bool:
+        if self._closing:
+            self._shut()
+            return False
+        with suppress(queue.Empty):
+            client, errand = self._todo.get(timeout=TURN_S)
+            try:
+                self._done.put((client, errand()))
+            except Exception as error:  # its client is not to wait for an answer for ever
+                typed = error if isinstance(error, MeshError) else MeshError(repr(error))
+                self._done.put((client, typed))
+            with suppress(BlockingIOError):  # the last one is still to be heard
+                self._wakes.send(b"\0")
+        return True
 
 
 class Shelf:
@@ -111,7 +184,6 @@ class Serving:
             self._channel = SealedChannel(self.socket, *proof.ciphers, self._shelf.rates)
 
     def _request(self) -> Steps[bool]:
-        """Serves one; False: it makes no sense, or what follows it cannot be told apart."""
         request = REQUEST.unpack((yield from self._channel.whole(REQUEST.size)))
         verb, number, digest, offset, length, size = request
         if verb not in _VERBS or offset + length > _MOST_BYTES or number >= len(bulk.SPACES):
@@ -131,7 +203,11 @@ class Serving:
             elif verb == HAS:
                 yield from self._has(digest.hex())
             elif verb == REST:
-                yield from self._rest(digest.hex())
+                # The client goes on where a broken connection has left off.
+                self._forget()
+                self._partial = self._parked.take(self.user, digest.hex())
+                position = self._partial.position if self._partial is not None else 0
+                yield from self._answer(POSITION.pack(position))
             else:
                 yield from self._answer(os.fsencode(self._shelf.chunks.directory))
         except MeshError as error:
@@ -143,12 +219,7 @@ class Serving:
         return True
 
     def _get(self, digest: str, offset: int, most: int) -> Steps[None]:
-        path = self._chunks.path(digest)
-        try:
-            file = path.open("rb")
-        except FileNotFoundError:
-            raise NotFound(f"no chunk {digest}", where=str(self._chunks.directory)) from None
-        with file:
+        with self._chunks.open(digest) as file:
             size = os.fstat(file.fileno()).st_size
             length = max(0, min(size, offset + most) - offset)
             yield from self._channel.send(ANSWER.pack(OK, size, length))
@@ -175,17 +246,16 @@ class Serving:
                 self._chunks.whole(digest)
         yield from self._answer(bytes([whole and self._chunks.touch(digest)]))
 
-    def _rest(self, digest: str) -> Steps[None]:
-        """How much is there of what a broken connection has brought; the client goes on there."""
-        self._forget()
-        self._partial = self._parked.take(self.user, digest)
-        position = self._partial.position if self._partial is not None else 0
-        yield from self._answer(POSITION.pack(position))
-
     def _put(self, digest: str, offset: int, length: int, size: int) -> Steps[None]:
         trouble: MeshError | None = None
+        partial: Partial | None = None
         try:
-            partial = self._goes_on(digest, offset)
+            if offset == 0:
+                self._forget()
+                self._partial = Partial.of_chunk(self._chunks, digest)
+            partial = self._partial
+            if partial is None or (partial.digest, partial.position) != (digest, offset):
+                raise Refused(f"{digest} has not arrived up to byte {offset}", fix="Begin it again")
             if offset + length > size:
                 raise BadMessage(f"bytes {offset} to {offset + length} of {size}")
         except MeshError as error:
@@ -193,13 +263,14 @@ class Serving:
         while length:
             received = yield from self._channel.receive(self._room[: min(len(self._room), length)])
             length -= received
-            if trouble is None:
+            if trouble is None and partial is not None:
                 try:
                     partial.write(self._room[:received])
                 except MeshError as error:  # take the rest, so that the client can read why
                     trouble = error
         if trouble is not None:
             raise trouble
+        assert partial is not None
         if partial.position == size:
             if not partial.right:
                 raise BadMessage(f"what arrived is not {digest}", where=str(self._chunks.directory))
@@ -213,16 +284,6 @@ class Serving:
         self.errand = errand
         yield runner
         return self.done
-
-    def _goes_on(self, digest: str, offset: int) -> Partial:
-        """What the bytes from `offset` are added to."""
-        if offset == 0:
-            self._forget()
-            self._partial = Partial.of_chunk(self._chunks, digest)
-        partial = self._partial
-        if partial is None or (partial.digest, partial.position) != (digest, offset):
-            raise Refused(f"{digest} has not arrived up to byte {offset}", fix="Begin it again")
-        return partial
 
     def _forget(self) -> None:
         if self._partial is not None:

@@ -20,12 +20,13 @@ from common.mesh.wire.frames import unpack_error
 from common.weights.bulk.channel import (
     PAUSE,
     PIECE_BYTES,
+    UNLIMITED,
     BulkChannel,
     FileShorter,
+    Rates,
     SealedChannel,
     Steps,
 )
-from common.weights.bulk.rates import UNLIMITED, Rates
 from common.weights.handshakes.handshake import ClientHandshake
 
 T = TypeVar("T")
@@ -123,8 +124,8 @@ class BulkSession:
             raise HandshakeFailed(
                 "keys? Another program has taken a bulk port", where=self._place, fix=FIX
             )
-        with self._request():
-            self._run(self._channel.send(answer))
+        with self._deadline():
+            self._send(answer)
         if proof.ciphers is not None:
             self._channel = SealedChannel(self._socket, *proof.ciphers, self._rates)
 
@@ -144,15 +145,13 @@ class BulkSession:
     ) -> bytes:
         """What the server answers about a whole chunk."""
         size = memoryview(content).nbytes
-        with self._request():
-            self._send(_request(verb, space, digest, 0, size, size))
+        with self._request(verb, digest, 0, size, size, space):
             self._send(content)
             return self._whole(self._answer()[1])
 
     def chunk(self, digest: str, space: str = WEIGHTS) -> bytes:
         """The bytes of a whole chunk."""
-        with self._request():
-            self._send(_request(GET, space, digest, 0, self._largest_bytes, 0))
+        with self._request(GET, digest, 0, self._largest_bytes, 0, space):
             size, length = self._answer()
             if size > self._largest_bytes:
                 raise BadMessage(f"an answer of {size} bytes", where=self._place)
@@ -170,8 +169,7 @@ class BulkSession:
         """Hands on up to `length` bytes from `offset`, as they come; the size of the chunk.
         `whole`: what that must be, else Damaged, before anything is handed on.
         """
-        with self._request():
-            self._send(_request(GET, space, digest, offset, length, 0))
+        with self._request(GET, digest, offset, length, 0, space):
             size, left = self._answer()
             if left > length:
                 raise BadMessage(f"{left} bytes for {length}", where=self._place)
@@ -187,8 +185,7 @@ class BulkSession:
 
     def put(self, digest: str, file: BinaryIO, offset: int, length: int, size: int) -> None:
         """Sends the part of a file of `size` bytes. BadMessage: the file became shorter."""
-        with self._request():
-            self._send(_request(PUT, WEIGHTS, digest, offset, length, size))
+        with self._request(PUT, digest, offset, length, size):
             try:
                 self._run(self._channel.send_file(file.fileno(), offset, length))
             except FileShorter as error:
@@ -196,8 +193,17 @@ class BulkSession:
             self._whole(self._answer()[1])
 
     @contextmanager
-    def _request(self) -> Iterator[None]:
-        """Of a request: its deadline, and what the trouble of a socket means."""
+    def _request(
+        self, verb: bytes, digest: str, offset: int, length: int, size: int, space: str = WEIGHTS
+    ) -> Iterator[None]:
+        about = bytes.fromhex(digest), offset, length, size
+        with self._deadline():
+            self._send(REQUEST.pack(verb, SPACES.index(space), *about))
+            yield
+
+    @contextmanager
+    def _deadline(self) -> Iterator[None]:
+        """Of a request or a proof; what the trouble of a socket means."""
         self._ends = time.monotonic() + self._deadline_s
         try:
             yield
@@ -207,7 +213,6 @@ class BulkSession:
             raise PeerLost(f"a transfer broke off: {error}", where=self._place) from error
 
     def _answer(self) -> tuple[int, int]:
-        """The size of the chunk, and how many bytes follow."""
         status, size, length = ANSWER.unpack(self._whole(ANSWER.size))
         if status != OK:
             error = self._whole(length)
@@ -240,7 +245,3 @@ class BulkSession:
         if left <= 0:
             raise DeadlineExceeded("a transfer took too long", where=self._place)
         return left
-
-
-def _request(verb: bytes, space: str, digest: str, offset: int, length: int, size: int) -> bytes:
-    return REQUEST.pack(verb, SPACES.index(space), bytes.fromhex(digest), offset, length, size)

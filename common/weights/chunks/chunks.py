@@ -9,13 +9,16 @@ those who map it need not hash it again.
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from common.api.transfer.bulk import SPACES
 from common.base.digest import DIGITS, Hasher, check_digest, digest_of, digest_of_stream, uncounted
@@ -25,6 +28,7 @@ from common.base.files.durable import flush, flush_content, sync
 from common.weights.chunks.verified import NAME, Verified
 
 BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time
+WHY = "it is not what its name says"  # what is told of a damaged chunk
 READ_ONLY = 0o400  # once it is there; who may change a mode may do anything
 COPY_BYTES = 8 << 20  # of a file that is copied to another file system
 SYNC_BYTES = 256 << 20  # of a copy that may be in memory only
@@ -32,6 +36,9 @@ STALE_SCRATCH_S = 3600.0  # a scratch file this old was left by a process that e
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LINK = (errno.EXDEV, errno.EMLINK, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _serial = itertools.count()
+
+Content = bytes | memoryview
+DamageEvent = tuple[dict[str, Any], str]  # its fields, and the operation by which it is told once
 
 
 def failure(error: OSError, path: Path) -> MeshError:
@@ -108,15 +115,15 @@ class ChunkStore:
         self,
         directory: Path,
         wall: Callable[[], float] | None = None,
-        untold: deque[tuple[Path, Path]] | None = None,
+        untold: deque[DamageEvent] | None = None,
         root: Path | None = None,
     ) -> None:
         """`root`: the directory of the store that this is a space of."""
         self.directory = directory.resolve()
         self._root = root or self.directory
         self._wall = wall
-        # Chunks that a writer found damaged, and where they lie now, until somebody tells of them.
-        self.untold: deque[tuple[Path, Path]] = deque() if untold is None else untold
+        # Chunks that a writer found damaged, until events tell of them.
+        self.untold: deque[DamageEvent] = deque() if untold is None else untold
         self._verified = Verified(self.directory / NAME, lambda: self._now_ns() / 1e9)
         self._spaces: dict[str, ChunkStore] = {"": self}
 
@@ -158,7 +165,10 @@ class ChunkStore:
     def use(self, digest: str) -> bool:
         """Whether the chunk is there; if so it counts as read now, and is the file that it was."""
         try:
-            self._dated(digest, self._stamp_use)
+            self._dated(
+                digest,
+                lambda path: os.utime(path, ns=(self._now_ns(), path.stat().st_mtime_ns)),
+            )
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -173,11 +183,7 @@ class ChunkStore:
         if known:
             self.verified(digest)
 
-    def _stamp_use(self, path: Path) -> None:
-        os.utime(path, ns=(self._now_ns(), path.stat().st_mtime_ns))
-
     def _stamp(self, path: Path) -> None:
-        """Dates a file now; when it was read last is another matter."""
         os.utime(path, ns=(path.stat().st_atime_ns, self._now_ns()))
 
     def _now_ns(self) -> int:
@@ -206,23 +212,24 @@ class ChunkStore:
         """The chunk's bytes, checked; NotFound, or Damaged when the disk has changed them: whoever
         reads asks the store to `examine` it then.
         """
+        with self.open(digest) as file:
+            content = file.read()
+        if digest_of(content) != digest:
+            raise Damaged("a chunk is not what its name says", where=file.name)
+        return content
+
+    def open(self, digest: str) -> BinaryIO:
+        """The chunk's file, whose bytes are not checked; NotFound."""
         path = self.path(digest)
         try:
-            content = path.read_bytes()
+            return path.open("rb")
         except FileNotFoundError:
             raise NotFound(f"no chunk {digest}", where=str(path)) from None
-        if digest_of(content) != digest:
-            raise Damaged("a chunk is not what its name says", where=str(path))
-        return content
 
     def blocks(self, digest: str, offset: int = 0) -> Iterator[bytes]:
         """The chunk's bytes as they are, from `offset`, a block at a time; NotFound."""
-        try:
-            opened = self.path(digest).open("rb")
-        except FileNotFoundError:
-            raise NotFound(f"no chunk {digest}", where=str(self.directory)) from None
-        with opened:
-            if offset:
+        with self.open(digest) as opened:
+            if offset:  # a pipe has none
                 opened.seek(offset)
             while block := opened.read(BLOCK_BYTES):
                 yield block
@@ -260,20 +267,28 @@ class ChunkStore:
             return True
         whole, aside = self.examine(digest)
         if aside is not None:
-            self.untold.append((self.path(digest), aside))
+            path, then = self.path(digest), "it is written again"
+            told = damage.fields("weights", path, WHY, then, aside=aside)
+            self.untold.append((told, uuid.uuid4().hex))
         return whole
 
-    def keep(self, digest: str, content: bytes | memoryview, *, durable: bool = False) -> None:
-        """Store bytes that were just found to have this digest; those of a cache need not be
-        durable. StorageFull leaves nothing behind.
+    @contextmanager
+    def making(self, digest: str, *, durable: bool = False) -> Iterator[Callable[[Content], None]]:
+        """Makes a chunk of what is written in the block and was found to have this digest; one of a
+        cache need not be durable. StorageFull, as any error, leaves nothing behind.
         """
         scratch = self.scratch(digest, durable=durable)
         try:
-            scratch.write(content)
+            yield scratch.write
             scratch.commit()
             self.verified(digest)
         finally:
             scratch.discard()
+
+    def keep(self, digest: str, content: Content, *, durable: bool = False) -> None:
+        """Store bytes that were just found to have this digest."""
+        with self.making(digest, durable=durable) as write:
+            write(content)
 
     def write(self, content: bytes | memoryview) -> str:
         """Makes `content` durable and returns its digest. StorageFull leaves nothing behind.
@@ -296,17 +311,13 @@ class ChunkStore:
             if self.has(digest) and self.whole(digest) and self.touch(digest):
                 return digest
             file.seek(0)
-            scratch, hashed = self.scratch(digest), Hasher()
-            try:
+            hashed = Hasher()
+            with self.making(digest, durable=True) as write:
                 while block := file.read(BLOCK_BYTES):
                     hashed.update(block)
-                    scratch.write(block)
+                    write(block)
                 if hashed.hexdigest() != digest:
                     raise BadMessage("a file was changed as it was read", where=str(path))
-                scratch.commit()
-                self.verified(digest)
-            finally:
-                scratch.discard()
         return digest
 
     def take_in(self, path: Path, digest: str, moved: Callable[[int], None] = uncounted) -> None:
@@ -381,19 +392,29 @@ class ChunkStore:
         """Deletes those chunks that were not written again since `written` was asked."""
         for digest, when in written.items():
             with suppress(FileNotFoundError):
-                self._delete(self.path(digest), when)
+                path = self.path(digest)
+                if path.stat().st_mtime_ns != when:
+                    continue
+                # A writer who finds the chunk between our look and its end relies on it from then
+                # on: it has touched what is out of its sight by now, or finds nothing and writes it
+                # again.
+                aside = _beside(path)
+                os.rename(path, aside)
+                if aside.stat().st_mtime_ns == when:
+                    aside.unlink()
+                else:
+                    os.rename(aside, path)
 
-    def _delete(self, path: Path, when: int) -> None:
-        if path.stat().st_mtime_ns != when:
-            return
-        # A writer who finds the chunk between our look and its end relies on it from then on: it
-        # has touched what is out of its sight by now, or finds nothing and writes it again.
-        aside = _beside(path)
-        os.rename(path, aside)
-        if aside.stat().st_mtime_ns == when:
-            aside.unlink()
-        else:
-            os.rename(aside, path)
+
+def locked(descriptor: int) -> bool:
+    """Whether no other process works on an open file, as far as its file system can tell."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _link_or_copy(path: Path, target: Path, moved: Callable[[int], None]) -> None:
@@ -425,5 +446,4 @@ def _copy(path: Path, target: Path, moved: Callable[[int], None]) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A name of our own in the directory of a chunk, which is no chunk's."""
     return path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}")

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from common.base.digest import Hasher
 from common.base.errors import Damaged, Refused
@@ -36,7 +35,7 @@ class Partial:
         self._hashed = Hasher()
         self._over = self._committed = False
         self._writer: Writer | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @classmethod
     def of_file(cls, path: Path, digest: str) -> Partial:
@@ -61,40 +60,31 @@ class Partial:
     def write(self, content: bytes | memoryview) -> None:
         """Appends the bytes that come next, by whoever has it for itself. StorageFull."""
         with self._lock:
-            self._append(content)
-
-    def _append(self, content: bytes | memoryview) -> None:
-        self._room().write(content)
-        self._hashed.update(content)
-        self.position += len(content)
+            self._room().write(content)
+            self._hashed.update(content)
+            self.position += len(content)
 
     def commit(self) -> None:
         """Makes it durable in its place, over what is there, once. StorageFull."""
         with self._lock:
-            self._commit()
-
-    def _commit(self) -> None:
-        if not self._committed:
-            self._room().commit()
-            if self._chunks is not None and self.right:
-                self._chunks.verified(self.digest)
-        self._committed = True
+            if not self._committed:
+                self._room().commit()
+                if self._chunks is not None and self.right:
+                    self._chunks.verified(self.digest)
+            self._committed = True
 
     def begin_again(self) -> None:
         """Forgets what has arrived so far."""
         with self._lock:
-            self._clear()
+            if self._scratch is not None:
+                self._scratch.discard()
+            self._scratch, self._hashed, self.position = None, Hasher(), 0
 
     def discard(self) -> None:
         """Forgets it, unless it was committed, and takes no more."""
         with self._lock:
-            self._clear()
+            self.begin_again()
             self._over = True
-
-    def _clear(self) -> None:
-        if self._scratch is not None:
-            self._scratch.discard()
-        self._scratch, self._hashed, self.position = None, Hasher(), 0
 
     def _room(self) -> Scratch:
         if self._over:
@@ -106,12 +96,7 @@ class Partial:
     def __enter__(self) -> Partial:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
 
@@ -132,7 +117,7 @@ class Writer:
     def write(self, content: bytes | memoryview) -> None:
         """Appends the bytes that come next. StorageFull."""
         with self._own():
-            self._partial._append(content)
+            self._partial.write(content)
 
     def finish(self, where: str = "") -> None:
         """Makes it durable in its place, once; Damaged, and all of it is forgotten, when it is not
@@ -140,9 +125,9 @@ class Writer:
         """
         with self._own():
             if not self._partial.right:
-                self._partial._clear()
+                self._partial.begin_again()
                 raise Damaged(f"chunk {self.digest} arrived changed", where=where)
-            self._partial._commit()
+            self._partial.commit()
 
     def leave(self) -> None:
         """Nothing is written any more but the piece that is being written. It does not wait."""

@@ -62,7 +62,6 @@ class Verified:
                 os.close(descriptor)
 
     def _read(self) -> None:
-        """Read the lines that were added since."""
         with suppress(OSError), self._path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:

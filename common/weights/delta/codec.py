@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from common.api.weights import Tensor
 from common.base.digest import Hasher
 from common.base.errors import BadMessage, Damaged
-from common.weights.layout.manifest import itemsize
+from common.weights.layout.manifest import by_chunk, itemsize
 from kernels import delta
 from kernels.delta import WIDTHS
 
@@ -125,7 +125,6 @@ def decoded(blob: bytes | memoryview, size: int) -> Changes:
 
 
 def _positions(gaps: list[NDArray[np.uint8]], elements: int) -> NDArray[np.uint32]:
-    """Where the elements are that gaps, in planes, lie between."""
     found, last = np.empty(len(gaps[0]), np.uint32), -1
     for first in range(0, len(found), GAPS_AT_ONCE):
         some = slice(first, first + GAPS_AT_ONCE)
@@ -165,7 +164,6 @@ def _array(content: Content) -> NDArray[np.uint8]:
 
 
 def _planes(values: NDArray[np.unsignedinteger]) -> list[bytes]:
-    """Their first bytes, their second bytes, and so on."""
     by_byte = values.view(np.uint8).reshape(-1, values.itemsize)
     return [by_byte[:, place].tobytes() for place in range(values.itemsize)]
 
@@ -183,7 +181,50 @@ def _plane(frame: memoryview, size: int) -> NDArray[np.uint8]:
 
 
 def _joined(planes: list[NDArray[np.uint8]]) -> NDArray[np.unsignedinteger]:
-    """The inverse of `_planes`."""
     whole = np.stack(planes, axis=1)
     joined: NDArray[np.unsignedinteger] = whole.view(f"<u{len(planes)}").reshape(-1)
     return joined
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two chunks in which the same pieces lie, at the same places."""
+
+    old: str  # digests
+    new: str
+    width: int  # bytes of what changes together
+    size: int  # bytes of the new one
+
+
+def paired(base: Iterable[Tensor], target: Iterable[Tensor]) -> list[Pair]:
+    """The chunks of a target whose bytes differ from those of the base's in which the same pieces
+    lie at the same places, in the order of the target's manifest. What was cut otherwise has no
+    pair.
+    """
+    there = {_place(piece): piece.chunk for piece in base}
+    found = []
+    for digest, pieces in by_chunk(target).items():
+        old = {there.get(_place(piece)) for piece in pieces} - {digest}
+        if len(old) == 1 and (one := old.pop()) is not None:
+            size = max(piece.offset + piece.size for piece in pieces)
+            found.append(Pair(one, digest, width_of(pieces), size))
+    return found
+
+
+def _place(piece: Tensor) -> tuple[object, ...]:
+    """What makes a piece of one version that of another; several of the same bytes share a chunk
+    in one, and may not in the other.
+    """
+    return (piece.name, piece.dtype, piece.begin, piece.end, piece.offset, piece.size)
+
+
+def grouped(pairs: Iterable[Pair], group_bytes: int) -> Iterator[list[Pair]]:
+    """The pairs in their order, as many together as have so many bytes, but at least one."""
+    group: list[Pair] = []
+    for pair in pairs:
+        if group and sum(one.size for one in group) + pair.size > group_bytes:
+            yield group
+            group = []
+        group.append(pair)
+    if group:
+        yield group

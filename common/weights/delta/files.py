@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 from common.base.digest import digest_of
 from common.base.errors import NotFound
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.delta.codec import applied, encoded
-from common.weights.delta.pairs import Pair
+from common.weights.chunks.chunks import ChunkStore, locked
+from common.weights.delta.codec import Pair, applied, encoded
 
 LOCKS = ".locks"  # below a cache
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # one fault for all pages, where Linux has it
@@ -21,35 +20,25 @@ def content(chunks: ChunkStore, digest: str) -> memoryview:
     """The bytes of a chunk, mapped for as long as somebody refers to them; NotFound. They are not
     checked: what is made of them is.
     """
-    path = chunks.path(digest)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise NotFound(f"no chunk {digest}", where=str(path)) from None
-    try:
-        if not os.fstat(descriptor).st_size:
+    with chunks.open(digest) as file:
+        if not os.fstat(file.fileno()).st_size:
             return memoryview(b"")
         flags = mmap.MAP_SHARED | POPULATE
-        return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ, flags=flags))
-    finally:
-        os.close(descriptor)
+        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ, flags=flags))
 
 
 def delta_of(places: Sequence[ChunkStore], pair: Pair) -> bytes | None:
     """The delta between two chunks of this host; None where it is not worth it, or one of them is
     in none of these places.
     """
-    try:
-        return encoded(_content(places, pair.old), _content(places, pair.new), pair.width)
-    except NotFound:
-        return None
-
-
-def _content(places: Sequence[ChunkStore], digest: str) -> memoryview:
-    for place in places:
-        if place.has(digest):
-            return content(place, digest)
-    raise NotFound(f"no chunk {digest}")
+    contents: list[memoryview] = []
+    for digest in (pair.old, pair.new):
+        here = next((place for place in places if place.has(digest)), None)
+        if here is None:
+            return None
+        with suppress(NotFound):  # it has gone since
+            contents.append(content(here, digest))
+    return encoded(contents[0], contents[1], pair.width) if len(contents) == 2 else None
 
 
 def make(
@@ -66,35 +55,15 @@ def make(
     lock.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if not alone and not _taken(descriptor):
+        if not alone and not locked(descriptor):
             return None
         if chunks.has(new):
             return False
-        _make(chunks, was, blob, new)
+        with chunks.making(new) as write:
+            applied(was, blob, new, write)
         return True
     finally:
         os.close(descriptor)  # and with it the lock
-
-
-def _make(chunks: ChunkStore, was: memoryview, blob: bytes | memoryview, new: str) -> None:
-    scratch = chunks.scratch(new, durable=False)
-    try:
-        applied(was, blob, new, scratch.write)
-        scratch.commit()
-        chunks.verified(new)
-    finally:
-        scratch.discard()
-
-
-def _taken(descriptor: int) -> bool:
-    """Whether nobody else has the lock, as far as its file system can tell."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def keep(chunks: ChunkStore, blob: bytes) -> str:

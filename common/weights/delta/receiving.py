@@ -8,7 +8,7 @@ make what its name says leaves its chunk to the pull.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 from common.api.transfer.deltas import AskDeltas, ChunkDelta, Deltas, Received
 from common.api.transfer.versions import Base
@@ -20,6 +20,7 @@ from common.weights.chunks.chunks import ChunkStore
 from common.weights.delta.choosing import delta_first, worth_waiting
 from common.weights.delta.files import make
 from common.weights.store import host_chunks
+from common.weights.store.host_chunks import WantedVersion
 from common.weights.store.weight_store import get
 
 WAIT_S = 2.0  # for more deltas that are of use: groups of chunks take fractions of it
@@ -35,24 +36,19 @@ STANDS_S = 2.0  # that one waits for it: it is stopped, or has no end
 async def from_deltas(
     mesh: Mesh,
     bulk: BulkClient,
-    manifest: str,
-    missing: Mapping[str, int],
+    version: WantedVersion,
     into: ChunkStore,
-    *,
-    needed: Collection[str] = (),
-    job: str = "",
     rate: float | None = None,
 ) -> set[str]:
-    """Makes what it can of the chunks of a version, by its manifest's digest, as files of a host's
-    cache; the digests of those that it has made. `missing`: bytes by digest. `needed`: chunks that
-    do not go for it. `rate`: bytes a second that arrive here, if it is known.
+    """Makes what it can of the chunks that lack of a version, as files of a host's cache; the
+    digests of those that it has made. `rate`: bytes a second that arrive here, if it is known.
 
     The files that it made are right, and noted as such. Whatever cannot be made is left out.
     """
-    making = _Making(mesh, bulk, missing, into, needed, job, rate)
+    making = _Making(mesh, bulk, version, into, rate)
     try:
-        if missing:
-            await making.all(manifest)
+        if version.lacking:
+            await making.all(version.manifest)
     except MeshError as error:
         mesh.telemetry.log.warning("no deltas", error=str(error))
     return making.made
@@ -73,28 +69,23 @@ async def acknowledge(mesh: Mesh, manifest: Manifest, digest: str) -> None:
 
 
 class _Making:
-    """The chunks of one version, in the making."""
-
     def __init__(
         self,
         mesh: Mesh,
         bulk: BulkClient,
-        missing: Mapping[str, int],
+        version: WantedVersion,
         into: ChunkStore,
-        needed: Collection[str],
-        job: str,
         rate: float | None,
     ) -> None:
-        self._mesh, self._bulk, self._into = mesh, bulk, into
-        self._needed, self._job, self._rate = {*needed, *missing}, job, rate
-        self._missing, self._sizes = dict(missing), missing
+        self._mesh, self._bulk, self._into, self._rate = mesh, bulk, into, rate
+        self._sizes, self._missing = version.lacking, dict(version.lacking)
+        self._job, self._needed = version.job, {*version.needed, *version.lacking}
         self.made: set[str] = set()
         self._fetching = asyncio.Semaphore(FETCHED_AT_ONCE)
         self._applying = asyncio.Semaphore(AT_ONCE)
         self._stalls = False  # the way of the deltas: no more of them are fetched
 
     async def all(self, manifest: str) -> None:
-        """Those of which there are deltas, as these become known."""
         clock, host, known = self._mesh.clock, self._mesh.settings.host, 0
         patience_s = WAIT_S if worth_waiting(self._rate) else 0.0
         until = clock.monotonic() + patience_s
@@ -102,7 +93,8 @@ class _Making:
         try:
             while self._missing and not self._stalls:
                 wait_s = max(0.0, until - clock.monotonic())
-                answer = await self._asked(AskDeltas(manifest, host, known, wait_s))
+                asked = AskDeltas(manifest, host, known, wait_s)
+                answer: Deltas = await self._mesh.ref(STORE).call(Weights.deltas, asked)
                 known += len(answer.chunks)
                 of_use = await self._of_use(answer.chunks)
                 for blob, deltas in of_use.items():
@@ -117,10 +109,6 @@ class _Making:
             for task in going_on:
                 task.cancel()
             await asyncio.gather(*going_on, return_exceptions=True)
-
-    async def _asked(self, request: AskDeltas) -> Deltas:
-        found: Deltas = await self._mesh.ref(STORE).call(Weights.deltas, request)
-        return found
 
     async def _of_use(self, deltas: Sequence[ChunkDelta]) -> dict[str, list[ChunkDelta]]:
         """Those that make a missing chunk sooner than it is pulled, of one that is here; one for
@@ -143,7 +131,6 @@ class _Making:
         return found
 
     async def _some(self, digest: str, deltas: Sequence[ChunkDelta]) -> None:
-        """Makes the chunks whose deltas lie in one blob."""
         # From the store, not from peers: to be told of one takes as long as such a blob does.
         mesh, what = self._mesh, "deltas of weights"
         try:
@@ -162,11 +149,14 @@ class _Making:
         await asyncio.gather(*(self._one(delta, memoryview(blob)) for delta in deltas))
 
     async def _one(self, delta: ChunkDelta, blob: memoryview) -> None:
-        mesh = self._mesh
+        mesh, clock = self._mesh, self._mesh.clock
+        part = blob[delta.offset : delta.offset + delta.size]
+        about = self._into, delta.old, part, delta.new
         try:
             async with self._applying:
-                part = blob[delta.offset : delta.offset + delta.size]
-                await self._put_together(delta, part)
+                until, run = clock.monotonic() + STANDS_S, mesh.host.run_blocking
+                while await run(make, *about, clock.monotonic() >= until, deadline_s=ONE_S) is None:
+                    await clock.sleep(LOOK_S)
         except (BadMessage, Damaged) as error:
             mesh.telemetry.count("deltas_refused")
             mesh.telemetry.log.warning("a delta is refused", chunk=delta.new, error=str(error))
@@ -176,14 +166,3 @@ class _Making:
             self.made.add(delta.new)
             mesh.telemetry.count("deltas_applied")
             mesh.telemetry.count("deltas_applied_bytes", delta.size)
-
-    async def _put_together(self, delta: ChunkDelta, blob: memoryview) -> None:
-        """Make the chunk, unless there is a file of its name."""
-        clock, run = self._mesh.clock, self._mesh.host.run_blocking
-        until = clock.monotonic() + STANDS_S
-        while True:
-            alone = clock.monotonic() >= until
-            about = self._into, delta.old, blob, delta.new, alone
-            if await run(make, *about, deadline_s=ONE_S) is not None:
-                return
-            await clock.sleep(LOOK_S)

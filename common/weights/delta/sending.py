@@ -15,15 +15,15 @@ from itertools import accumulate, zip_longest
 
 from common.api.transfer.deltas import BeginDelta, ChunkDelta, DeltaSet, StageDelta
 from common.api.transfer.versions import Base
-from common.api.weights import STORE, Fetch, Manifest, Tensor, Weights
+from common.api.weights import STORE, Fetch, Tensor, Weights
 from common.base.errors import MeshError, NotFound
 from common.job.config import TrainingConfig
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.serial_executor import looked_at
 from common.mesh.runtime.tasks import all_of
 from common.weights.bulk.port import BulkClient
+from common.weights.delta.codec import Pair, grouped, paired
 from common.weights.delta.files import delta_of, keep
-from common.weights.delta.pairs import Pair, grouped, paired
 from common.weights.store import host_chunks
 from common.weights.store.weight_store import store_entry
 
@@ -92,8 +92,18 @@ class DeltaSender:
             return False
         if bases:
             made = _DeltaRound(self._mesh, self._bulk, target, part, self._group_bytes)
-            work = self._all(made, bases, chunks)
-            self._task = asyncio.create_task(work, name=f"deltas to version {target.version}")
+
+            async def make_all() -> None:
+                try:
+                    await made.since(bases, chunks)
+                except Exception as error:  # nobody awaits this: it is told here or nowhere
+                    self._failed(error)
+                    with suppress(MeshError):
+                        await made.told([], bases[0], whole=True)  # nobody waits for the rest
+                else:
+                    self._trouble = ""
+
+            self._task = asyncio.create_task(make_all(), name=f"deltas to version {target.version}")
             self._task.add_done_callback(looked_at)
         else:
             self._trouble = ""  # of deltas that nobody wants any more
@@ -103,18 +113,6 @@ class DeltaSender:
         """Returns once what goes on is at its end."""
         if self._task is not None:
             await asyncio.wait([self._task])
-
-    async def _all(
-        self, made: _DeltaRound, bases: Sequence[Base], chunks: Collection[str] | None
-    ) -> None:
-        try:
-            await made.since(bases, chunks)
-        except Exception as error:  # nobody awaits this: whatever it is, it is told here or nowhere
-            self._failed(error)
-            with suppress(MeshError):
-                await made.told([], bases[0], whole=True)  # nobody waits for the rest
-        else:
-            self._trouble = ""
 
     def _failed(self, error: Exception) -> None:
         """Versions go in full then. An error of a type that nobody has foreseen is a defect, or of
@@ -135,8 +133,6 @@ class DeltaSender:
 
 
 class _DeltaRound:
-    """The deltas to one version, in the making."""
-
     def __init__(
         self, mesh: Mesh, bulk: BulkClient, target: Base, part: int, group_bytes: int
     ) -> None:
@@ -145,7 +141,6 @@ class _DeltaRound:
         self._tensors: list[Tensor] | None = None
 
     async def since(self, bases: Sequence[Base], chunks: Collection[str] | None) -> None:
-        """Makes those from each of the bases, and tells of them as they are there."""
         groups = [list(grouped(await self._pairs(one, chunks), self._group_bytes)) for one in bases]
         for row in zip_longest(*groups, fillvalue=[]):
             for base, pairs in zip(bases, row, strict=True):
@@ -156,12 +151,13 @@ class _DeltaRound:
 
     async def _pairs(self, base: Base, chunks: Collection[str] | None) -> list[Pair]:
         """The chunks of which there may be deltas from a base; none if that is no more."""
+        store, run = self._mesh.ref(STORE), self._mesh.host.run_blocking
         if self._tensors is None:
-            self._tensors = (await self._manifest(self._target.digest)).tensors
+            target = await store.call(Weights.manifest, Fetch(self._target.digest))
+            self._tensors = target.tensors
         with suppress(NotFound):
-            before = (await self._manifest(base.digest)).tensors
-            run = self._mesh.host.run_blocking
-            found = await run(paired, before, self._tensors, deadline_s=ONE_S)
+            before = await store.call(Weights.manifest, Fetch(base.digest))
+            found = await run(paired, before.tensors, self._tensors, deadline_s=ONE_S)
             return [pair for pair in found if chunks is None or pair.new in chunks]
         return []
 
@@ -198,10 +194,5 @@ class _DeltaRound:
         ]
 
     async def told(self, found: list[ChunkDelta], base: Base, *, whole: bool = False) -> bool:
-        """Tells the store of some; False where nobody waits for more."""
         request = StageDelta(DeltaSet(base, self._target, found), self._part, whole)
         return bool((await self._mesh.ref(STORE).call(Weights.stage_delta, request)).wanted)
-
-    async def _manifest(self, digest: str) -> Manifest:
-        found: Manifest = await self._mesh.ref(STORE).call(Weights.manifest, Fetch(digest))
-        return found

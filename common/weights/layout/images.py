@@ -26,7 +26,7 @@ from torch import Tensor
 
 from common.api import weights as api
 from common.base.digest import digest_of
-from common.base.errors import Damaged, MeshError, NotFound
+from common.base.errors import Damaged, MeshError
 from common.model.files.safetensors_file import DTYPES
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.layout.layout import PAGE, laid_out
@@ -71,7 +71,13 @@ class Image:
         self._held: set[str] = set()  # those of which there is no file
         self._memory: ctypes.Array[ctypes.c_uint8] | None = None
         if self._layout.total:
-            self._memory, self._given_back = _reserved(self._layout.total)
+            # Addresses for all of it, which are given back when nobody has the array any more.
+            total, kind = self._layout.total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+            at, unmap = _map(None, total, 0, kind, -1), _libc().munmap
+            self._memory = (ctypes.c_uint8 * total).from_address(at)
+            place = ctypes.c_void_p(at), ctypes.c_size_t(total)
+            self._given_back = weakref.finalize(self._memory, unmap, *place)
+            self._given_back.atexit = False  # threads that compute with it run until the end
         self._flat = (
             torch.empty(0, dtype=torch.uint8)
             if self._memory is None
@@ -107,7 +113,6 @@ class Image:
         ctypes.memmove(at, content, size)
 
     def _place(self, digest: str, kind: int, descriptor: int) -> int:
-        """Maps a file, or memory, where a chunk belongs; the address."""
         at, size = self._at(digest), self.chunks[digest]
         try:
             _map(at, size, mmap.PROT_READ | mmap.PROT_WRITE, kind | _FIXED, descriptor)
@@ -196,7 +201,6 @@ class Image:
         return sum(piece.end - piece.begin for piece in pieces) == math.prod(pieces[0].shape)
 
     def _view(self, pieces: list[api.Tensor]) -> Tensor:
-        """Pieces that follow each other, [elements]."""
         dtype = DTYPES[pieces[0].dtype]
         filled = [piece for piece in pieces if piece.size]
         if not filled:
@@ -214,14 +218,10 @@ def opened(chunks: ChunkStore, digest: str) -> Image:
     manifest = read_whole(chunks.read, digest)
     image = Image(manifest, digest)
     for chunk in image.chunks:
-        path = chunks.path(chunk)
-        try:
-            with path.open("rb") as file:
-                image.map(chunk, file.fileno(), str(path))
-        except FileNotFoundError:
-            raise NotFound(f"no chunk {chunk}", where=str(path)) from None
+        with chunks.open(chunk) as file:
+            image.map(chunk, file.fileno(), file.name)
         if not image.right(chunk):
-            raise Damaged("a chunk is not what its name says", where=str(path))
+            raise Damaged("a chunk is not what its name says", where=file.name)
     return image
 
 
@@ -277,7 +277,6 @@ def outline(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def _into(target: Tensor, piece: Piece) -> None:
-    """Copies a piece into the tensor that it is of."""
     laid = target.movedim(piece.dim, 0) if target.dim() and piece.dim else target
     if laid.is_contiguous():
         laid.view(-1)[piece.begin : piece.end].copy_(piece.content)
@@ -292,27 +291,10 @@ def _into(target: Tensor, piece: Piece) -> None:
         if rows:
             laid[row : row + rows].copy_(part.reshape(rows, *laid.shape[1:]))
         else:
-            _within(laid[row], column, part)
+            flat = laid[row].reshape(-1).clone()  # a row need not be contiguous
+            flat[column : column + count] = part.to(flat)
+            laid[row].copy_(flat.view(laid[row].shape))
         begin, content = begin + count, content[count:]
-
-
-def _within(row: Tensor, column: int, part: Tensor) -> None:
-    """Copies elements into a row that need not be contiguous."""
-    flat = row.reshape(-1).clone()
-    flat[column : column + len(part)] = part.to(flat)
-    row.copy_(flat.view(row.shape))
-
-
-def _reserved(
-    total: int,
-) -> tuple[ctypes.Array[ctypes.c_uint8], weakref.finalize[..., ctypes.Array[ctypes.c_uint8]]]:
-    """Addresses for so many bytes, and what gives them back when nobody has the array any more."""
-    kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-    at = _map(None, total, 0, kind, -1)
-    memory = (ctypes.c_uint8 * total).from_address(at)
-    gone = weakref.finalize(memory, _libc().munmap, ctypes.c_void_p(at), ctypes.c_size_t(total))
-    gone.atexit = False  # threads that compute with it run until the process ends
-    return memory, gone
 
 
 def _map(at: int | None, size: int, protection: int, kind: int, descriptor: int) -> int:

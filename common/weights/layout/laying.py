@@ -126,7 +126,6 @@ class Laying:
     def _lay(
         self, name: str, shape: tuple[int, ...], begin: int, content: NDArray[np.uint8]
     ) -> list[Chunk]:
-        """Elements from number `begin` on go into chunks."""
         item, full = self._dtype.itemsize, list[Chunk]()
         most = self._how.chunk_bytes // item * item
         while len(content):
@@ -138,18 +137,14 @@ class Laying:
             at, self._filled = self._filled, self._filled + len(fits)
             self._content[at : self._filled] = fits
             end = begin + len(fits) // item
-            self._tell(name, shape, at, begin, end)
+            first = begin
+            if self._pieces and (last := self._pieces[-1]).name == name and last.end == begin:
+                first, at = last.begin, last.offset
+                self._pieces.pop()
+            dtype, size = self._how.dtype, (end - first) * item
+            self._pieces.append(Tensor(name, dtype, list(shape), "", at, size, 0, first, end))
             content, begin = content[len(fits) :], end
         return full
-
-    def _tell(self, name: str, shape: tuple[int, ...], at: int, begin: int, end: int) -> None:
-        item = self._dtype.itemsize
-        if self._pieces and (last := self._pieces[-1]).name == name and last.end == begin:
-            begin, at = last.begin, last.offset
-            self._pieces.pop()
-        dtype, size = self._how.dtype, (end - begin) * item
-        piece = Tensor(name, dtype, list(shape), "", at, size, 0, begin, end)
-        self._pieces.append(piece)
 
 
 def laying(outline: Mapping[str, torch.Tensor], dtype: str, *, write: bool = True) -> How:

@@ -66,7 +66,6 @@ def laid_out(tensors: Iterable[Tensor], wanted: Iterable[Tensor]) -> Layout:
 
 
 def _goes_on(pieces: Iterable[Tensor], sizes: Mapping[str, int]) -> dict[str, str]:
-    """By chunk, the one in which the tensor that ends it goes on."""
     after: dict[str, str] = {}
     taken: set[str] = set()
     for parts in by_tensor(pieces).values():

@@ -1,8 +1,5 @@
 """What a manifest says: where the elements of each tensor lie. It has a digest of its own, by which
 it is stored, and inside it a sha256 by which whoever reads one knows it for whole.
-
-Format 1 had neither ranges nor the sha256: its pieces follow each other in the memory of their
-tensor. It is read as if it had both.
 """
 
 from __future__ import annotations
@@ -35,25 +32,27 @@ def chunk_bytes(version_bytes: int) -> int:
 def packed(manifest: Manifest) -> bytes:
     """A manifest as it is stored, sealed by its sha256."""
     plain = replace(manifest, format=FORMAT, sha256="")
-    return pack(replace(plain, sha256=_sha256(plain)))
+    return pack(replace(plain, sha256=hashlib.sha256(pack(plain)).hexdigest()))
 
 
 def unpacked(content: bytes | memoryview, where: str = "") -> Manifest:
-    """The inverse, of format 1 too; BadMessage when it is no manifest, or one whose pieces do not
-    make up their tensors, Damaged when it is not what was sealed.
+    """The inverse; BadMessage when it is no manifest, or one of another format or whose pieces do
+    not make up their tensors, Damaged when it is not what was sealed.
     """
     found = understood(unpack(Manifest, content))
-    if found.format == FORMAT and _sha256(replace(found, sha256="")) != found.sha256:
+    plain = replace(found, sha256="")
+    if hashlib.sha256(pack(plain)).hexdigest() != found.sha256:
         raise Damaged("a manifest is not what its sha256 says", where=where)
     return found
 
 
 def understood(found: Manifest) -> Manifest:
-    """A manifest that the store has read, with the ranges of its pieces; BadMessage when they do
+    """A manifest that the store has read; BadMessage when it is of another format, or its pieces do
     not make up their tensors.
     """
-    if any(piece.end < 0 for piece in found.tensors):  # format 1
-        return replace(found, tensors=_ranged(found.tensors))
+    if any(piece.end < 0 for piece in found.tensors):  # its pieces have no ranges
+        fix = "finish the run with the version of the software that began it"
+        raise BadMessage(f"a manifest of format 1; this is format {FORMAT}", fix=fix)
     if found.format > FORMAT:
         raise BadMessage(f"a manifest of format {found.format}", fix="Use a newer MeshRL")
     check(found.tensors)
@@ -74,22 +73,6 @@ def read_whole(read: Callable[[str], bytes], digest: str) -> Manifest:
     return own if own.base is None else joined(own, unpacked(read(own.base.digest), digest))
 
 
-def _sha256(manifest: Manifest) -> str:
-    return hashlib.sha256(pack(manifest)).hexdigest()
-
-
-def _ranged(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those of format 1, with the ranges that follow from their order."""
-    ends: dict[str, int] = {}
-    found = []
-    for piece in tensors:
-        begin = ends.get(piece.name, 0)
-        ends[piece.name] = begin + piece.size // itemsize(piece)
-        found.append(replace(piece, dim=0, begin=begin, end=ends[piece.name]))
-    check(found)
-    return found
-
-
 def itemsize(piece: Tensor) -> int:
     """Bytes of an element; BadMessage for an unknown type."""
     if (size := ITEM_BYTES.get(piece.dtype)) is None:
@@ -99,22 +82,23 @@ def itemsize(piece: Tensor) -> int:
 
 def by_tensor(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     """The pieces of each tensor, in the order of their elements."""
-    found: dict[str, list[Tensor]] = {}
-    for piece in tensors:
-        found.setdefault(piece.name, []).append(piece)
-    for pieces in found.values():
-        pieces.sort(key=lambda piece: (piece.begin, piece.end))
-    return found
+    return _grouped(tensors, lambda piece: piece.name, lambda piece: (piece.begin, piece.end))
 
 
 def by_chunk(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
     """The pieces that lie in each chunk, in the order of their places there."""
+    return _grouped(tensors, lambda piece: piece.chunk, lambda piece: (piece.offset, 0))
+
+
+def _grouped(
+    tensors: Iterable[Tensor],
+    by: Callable[[Tensor], str],
+    order: Callable[[Tensor], tuple[int, int]],
+) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for piece in tensors:
-        found.setdefault(piece.chunk, []).append(piece)
-    for pieces in found.values():
-        pieces.sort(key=lambda piece: piece.offset)
-    return found
+        found.setdefault(by(piece), []).append(piece)
+    return {name: sorted(pieces, key=order) for name, pieces in found.items()}
 
 
 def check(tensors: Iterable[Tensor]) -> None:
@@ -145,13 +129,14 @@ def overlapping(tensors: Iterable[Tensor], wanted: Mapping[str, Rows | None]) ->
     """The pieces with elements that somebody wants, of the tensors that are `wanted`; None: all of
     one. Rows of another dimension than that by which a tensor is cut lie in all of its pieces.
     """
-    return [
-        piece for piece in tensors if piece.name in wanted and _overlaps(piece, wanted[piece.name])
-    ]
-
-
-def _overlaps(piece: Tensor, rows: Rows | None) -> bool:
-    if rows is None or rows.dim != piece.dim or not piece.shape:
-        return True
-    width = math.prod(piece.shape) // max(1, piece.shape[piece.dim])
-    return piece.begin < rows.end * width and rows.begin * width < piece.end
+    found = []
+    for piece in tensors:
+        if piece.name not in wanted:
+            continue
+        rows = wanted[piece.name]
+        if rows is not None and rows.dim == piece.dim and piece.shape:
+            width = math.prod(piece.shape) // max(1, piece.shape[piece.dim])
+            if piece.begin >= rows.end * width or rows.begin * width >= piece.end:
+                continue
+        found.append(piece)
+    return found

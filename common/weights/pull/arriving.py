@@ -38,7 +38,13 @@ class Arriving:
         """
         if await self._mesh.host.run_blocking(self._into.use, chunk, deadline_s=COMMIT_S):
             return False
-        entry = await self._entry(source)
+        now = self._mesh.clock.monotonic()
+        read_at, entry = self._entries.get(source, (-ENTRY_S, None))
+        if entry is None or now - read_at > ENTRY_S:
+            entry = await registry.lookup(self._mesh.state, source)
+            if entry is None or not entry.alive or not entry.bulk:
+                raise PeerLost("it has no live lease", where=source)
+            self._entries[source] = now, entry
         partial = self._partial.get(chunk)
         if partial is None:
             partial = Partial.of_chunk(self._into, chunk, durable=False)
@@ -70,16 +76,6 @@ class Arriving:
         """Forgets all."""
         for chunk in list(self._partial):
             self.forget(chunk)
-
-    async def _entry(self, source: str) -> registry.Entry:
-        now = self._mesh.clock.monotonic()
-        read_at, entry = self._entries.get(source, (-ENTRY_S, None))
-        if entry is None or now - read_at > ENTRY_S:
-            entry = await registry.lookup(self._mesh.state, source)
-            if entry is None or not entry.alive or not entry.bulk:
-                raise PeerLost("it has no live lease", where=source)
-            self._entries[source] = now, entry
-        return entry
 
     async def _blame(self, chunk: str, source: str, alone: bool) -> None:
         """Damaged where the source is to blame; PeerLost where it may be another, or the way."""

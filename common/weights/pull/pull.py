@@ -9,17 +9,18 @@ for another one, which goes on at the byte.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from common.api.weights import STORE, ChunkOrigin, Sources
+from common.api.weights import STORE, ChunkOrigin, FailedTransfer, Seek, Sources, Weights
 from common.base.errors import Damaged, HandshakeFailed, MeshError, NotFound, PeerLost, StorageFull
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import Patience
+from common.state import registry
 from common.weights.bulk.port import BulkClient
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.pull.arriving import Arriving
-from common.weights.pull.seeking import Seeking
 from common.weights.store import host_chunks
 
 STREAMS = 4  # at once; the store gives fewer while hosts relay
@@ -30,6 +31,7 @@ FOUND_S = 0.2  # between two looks for what other processes of the host have fet
 SLOW = 8.0  # times slower than the others: beyond what sharing a link explains
 SLOW_S = 2.0  # for which it must be
 IO_S = 60.0  # to look at the directory
+OVER_S = 1.0  # for the store to hear that it is over, which it notices itself
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Pulled:
     bytes: int = 0
     seconds: float = 0.0
     from_store: int = 0
-    from_peers: int = 0
 
 
 async def pull(
@@ -58,7 +59,6 @@ async def pull(
     *,
     made: Collection[str] = (),
     needed: Collection[str] = (),
-    what: str = "weights",
     job: str = "",
 ) -> Pulled:
     """Returns once all chunks are files of `into`: those that were there are not looked into. The
@@ -66,15 +66,13 @@ async def pull(
     `needed` beside them does not go to make room. NotFound or Damaged when the store does not hold
     one as it was written, once all the others are there; StorageFull.
     """
-    with mesh.wait(what, on=STORE):
+    with mesh.wait("weights", on=STORE):
         lacking = {one.digest: one for one in wanted}
         return await _Pull(mesh, bulk, into, job).run(lacking, made, {*needed, *made, *lacking})
 
 
 @dataclass
 class _Stream:
-    """A chunk on its way from a source."""
-
     pair: ChunkOrigin
     since: float
     began: int  # bytes that were there when it began
@@ -95,16 +93,20 @@ class _Pull:
         self._looked_at = -FOUND_S
 
     async def run(
-        self, wanted: dict[str, Wanted], made: Collection[str], needed: Collection[str] = ()
+        self, wanted: dict[str, Wanted], made: Collection[str], needed: Collection[str]
     ) -> Pulled:
         clock, began = self._mesh.clock, self._mesh.clock.monotonic()
         self._lacking = wanted
         self._seeking.holds(made)
         await self._look()
         if not self._lacking:
-            await self._tell()
+            try:  # others are to know of what came to this host by another way
+                await self._seeking.find_server()
+                await self._seeking.over()
+            except MeshError as error:
+                self._mesh.telemetry.log.info("the store is not told", error=str(error))
             return self._pulled
-        size = sum(one.size for one in self._open())
+        size = sum(one.size for one in self._lacking.values())
         await host_chunks.make_room(self._mesh, self._into, size, needed)
         await self._seeking.find_server()
         try:
@@ -112,41 +114,35 @@ class _Pull:
                 await self._turn()
             await self._seeking.over()
         finally:
-            await self._end()
+            self._patience.over()
+            for task in self._streams:
+                task.cancel()
+            await asyncio.gather(*self._streams, return_exceptions=True)
+            self._arriving.close()
         self._pulled.seconds = clock.monotonic() - began
         if self._troubles:  # all that could be had is there, so that the rest is made at once
             raise self._troubles[0]
         return self._pulled
 
-    async def _tell(self) -> None:
-        """Lets others know of what came to this host by another way."""
-        try:
-            await self._seeking.find_server()
-            await self._seeking.over()
-        except MeshError as error:
-            self._mesh.telemetry.log.info("the store is not told", error=str(error))
-
-    def _open(self) -> list[Wanted]:
-        return list(self._lacking.values())
-
     async def _turn(self) -> None:
-        """Asks for what to fetch, and waits until something has changed."""
         if self._failures and not self._streams:
             await self._mesh.clock.sleep(min(PAUSE_S * 2 ** min(self._failures, DOUBLED), TELL_S))
         room = STREAMS - len(self._streams)
         answer = await self._seeking.next(self._lacking, room)
         for pair in answer.pairs if answer is not None else ():
             self._begin(pair)
-        await self._heard(self._wait_s(answer, room))
+        within_s = TELL_S
+        if answer is not None and (not answer.known or len(answer.pairs) < room):
+            within_s = answer.again_s if answer.known else 0.0
+        if self._streams:
+            first = asyncio.FIRST_COMPLETED
+            done, _ = await asyncio.wait(self._streams, timeout=within_s, return_when=first)
+            for task in done:
+                self._ended(task, self._streams.pop(task))
+        else:
+            await self._mesh.clock.sleep(within_s)
         await self._look()
         self._leave_slow()
-
-    def _wait_s(self, answer: Sources | None, room: int) -> float:
-        if answer is None:
-            return TELL_S
-        if not answer.known:
-            return 0.0
-        return answer.again_s if len(answer.pairs) < room else TELL_S
 
     def _coming(self) -> set[str]:
         return {stream.pair.chunk for stream in self._streams.values()}
@@ -163,17 +159,6 @@ class _Pull:
             self._arriving.arrive(pair.chunk, size, pair.source), name="chunk"
         )
         self._streams[task] = _Stream(pair, now, came)
-
-    async def _heard(self, within_s: float) -> None:
-        """Returns when a transfer has ended, or after that time."""
-        if not self._streams:
-            await self._mesh.clock.sleep(within_s)
-            return
-        done, _ = await asyncio.wait(
-            self._streams, timeout=within_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            self._ended(task, self._streams.pop(task))
 
     def _ended(self, task: asyncio.Task[bool], stream: _Stream) -> None:
         chunk, source = stream.pair.chunk, stream.pair.source
@@ -197,10 +182,17 @@ class _Pull:
             self._failed(stream, error, gone=gone)
         else:
             self._moves()
-            if fetched:
-                self._came(stream)
-            else:
+            if not fetched:
                 self._found([chunk])
+                return
+            wanted, now = self._lacking.pop(chunk, None), self._mesh.clock.monotonic()
+            size = wanted.size if wanted is not None else 0
+            self._speeds.append((size - stream.began) / max(now - stream.since, 1e-6))
+            self._pulled.bytes += size
+            self._pulled.from_store += size if source == STORE else 0
+            self._mesh.telemetry.count("chunks_fetched")
+            self._mesh.telemetry.count("chunks_fetched_bytes", size)
+            self._seeking.holds([chunk])
 
     def _failed(self, stream: _Stream, error: MeshError, *, gone: bool = False) -> None:
         """Another source goes on; the error, once nothing has come for too long. `gone`: this one
@@ -219,22 +211,7 @@ class _Pull:
         self._failures = 0
         self._patience.succeeded()
 
-    def _came(self, stream: _Stream) -> None:
-        chunk, now = stream.pair.chunk, self._mesh.clock.monotonic()
-        wanted = self._lacking.pop(chunk, None)
-        size = wanted.size if wanted is not None else 0
-        self._speeds.append((size - stream.began) / max(now - stream.since, 1e-6))
-        self._pulled.bytes += size
-        if stream.pair.source == STORE:
-            self._pulled.from_store += size
-        else:
-            self._pulled.from_peers += size
-        self._mesh.telemetry.count("chunks_fetched")
-        self._mesh.telemetry.count("chunks_fetched_bytes", size)
-        self._seeking.holds([chunk])
-
     async def _look(self) -> None:
-        """Finds what is there, which other processes of this host have fetched."""
         now = self._mesh.clock.monotonic()
         if now - self._looked_at < FOUND_S:
             return
@@ -268,9 +245,59 @@ class _Pull:
                 self._speeds.append(moved / lasted_s)  # where none is faster, it is not left again
                 task.cancel()
 
-    async def _end(self) -> None:
+
+class Seeking:
+    """One fetch, as the store knows it."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._store = mesh, mesh.ref(STORE)
+        self._name = f"{mesh.name} {mesh.random.token(4)}"
+        self._server = ""
+        self._known = False
+        self._held: list[str] = []
+        self._failed: list[FailedTransfer] = []
+        self._patience = Patience(mesh.clock)
+
+    async def find_server(self) -> None:
+        """Looks up who serves on what this host has; StateUnavailable."""
+        name = f"node/{self._mesh.settings.host}"
+        found = await registry.lookup(self._mesh.state, name)
+        self._server = name if found is not None and found.alive and found.bulk else ""
+
+    def holds(self, chunks: Iterable[str]) -> None:
+        """Chunks are there, and served on."""
+        self._held += chunks
+
+    def fails(self, chunk: str, source: str, *, gone: bool) -> None:
+        """A chunk has not come from a source. `gone`: that has not got it as it should be."""
+        self._failed.append(FailedTransfer(chunk, source, gone))
+
+    async def next(self, lacking: Iterable[str], room: int) -> Sources | None:
+        """Who is to be asked for what; None while the store does not answer. Its error, once that
+        has lasted for too long.
+        """
+        held, failed, self._held, self._failed = self._held, self._failed, [], []
+        told = None if self._known else list(lacking)
+        asked = Seek(self._name, self._mesh.settings.host, self._server, room, told, held, failed)
+        try:
+            answer: Sources = await self._store.call(Weights.sources, asked)
+        except MeshError as error:
+            self._held, self._failed, self._known = held + self._held, failed + self._failed, False
+            self._patience.failed(error)
+            return None
+        self._patience.succeeded()
+        self._known = answer.known
+        if not answer.known:
+            self._held, self._failed = held + self._held, failed + self._failed
+        return answer
+
+    async def over(self) -> None:
+        """Tells the store that nothing more is fetched, and what has come last."""
         self._patience.over()
-        for task in self._streams:
-            task.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
-        self._arriving.close()
+        host = self._mesh.settings.host
+        if not (self._held or self._failed or self._known):
+            return
+        told = None if self._known else list[str]()
+        last = Seek(self._name, host, self._server, 0, told, self._held, self._failed, over=True)
+        with suppress(MeshError):
+            await self._store.call(Weights.sources, last, deadline_s=OVER_S)

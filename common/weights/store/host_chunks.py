@@ -8,17 +8,17 @@ be read, kept or waited for is fetched from the store, and nothing fails for it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.base.errors import Damaged, DeadlineExceeded, MeshError, NotFound, StorageFull
 from common.mesh.runtime.mesh import Mesh
 from common.weights.bulk.port import BulkServer, serve
-from common.weights.chunks.chunks import ChunkStore, failure
+from common.weights.chunks.chunks import ChunkStore, failure, locked
 
 CHUNKS, LOCKS = "chunks", ".locks"  # below the root, and there
 LOOK_S = 0.02  # how often one who waits for another's fetch looks: little beside moving a chunk
@@ -41,6 +41,26 @@ def serve_cache(mesh: Mesh) -> BulkServer | None:
     """
     chunks = cache(mesh)
     return None if chunks is None else serve(mesh, chunks, takes=False)
+
+
+@dataclass(frozen=True)
+class WantedVersion:
+    """A committed version, and what a host lacks of it."""
+
+    job: str
+    manifest: str  # digest
+    lacking: Mapping[str, int]  # bytes of chunks by digest
+    # All of its chunks that are wanted: those that are here do not go to make room for the others.
+    needed: Collection[str] = frozenset()
+
+    @property
+    def bytes(self) -> int:
+        """That the host lacks."""
+        return sum(self.lacking.values())
+
+    def still_lacking(self, into: ChunkStore) -> dict[str, int]:
+        """Those of the chunks that are no files of `into` by now."""
+        return {digest: size for digest, size in self.lacking.items() if not into.has(digest)}
 
 
 async def make_room(
@@ -91,13 +111,24 @@ async def through(
             content = await _found(mesh, chunks, digest)
             if content is None:
                 content = await fetch()
-                await _fetched(mesh, chunks, digest, content, needed)
+                mesh.telemetry.count("chunks_fetched")
+                mesh.telemetry.count("chunks_fetched_bytes", len(content))
+                await _keep(mesh, chunks, digest, content, needed)
     return content
 
 
 async def _found(mesh: Mesh, chunks: ChunkStore, digest: str) -> bytes | None:
+    def read() -> bytes:
+        try:
+            content = chunks.read(digest)
+        except Damaged:
+            chunks.path(digest).unlink(missing_ok=True)
+            raise
+        chunks.use(digest)  # see `_room`
+        return content
+
     try:
-        content = await mesh.host.run_blocking(_read, chunks, digest, deadline_s=IO_S)
+        content = await mesh.host.run_blocking(read, deadline_s=IO_S)
     except (NotFound, OSError, DeadlineExceeded):
         return None
     except Damaged as error:
@@ -106,16 +137,6 @@ async def _found(mesh: Mesh, chunks: ChunkStore, digest: str) -> bytes | None:
         return None
     mesh.telemetry.count("chunks_found")
     mesh.telemetry.count("chunks_found_bytes", len(content))
-    return content
-
-
-def _read(chunks: ChunkStore, digest: str) -> bytes:
-    try:
-        content = chunks.read(digest)
-    except Damaged:
-        chunks.path(digest).unlink(missing_ok=True)
-        raise
-    chunks.use(digest)  # see `_room`
     return content
 
 
@@ -128,15 +149,6 @@ async def keep(mesh: Mesh, digest: str, content: bytes | memoryview) -> None:
         await _keep(mesh, chunks, digest, content)
 
 
-async def _fetched(
-    mesh: Mesh, chunks: ChunkStore, digest: str, content: bytes, needed: Collection[str]
-) -> None:
-    """Puts a chunk, which was fetched, where others find it, if it can be."""
-    mesh.telemetry.count("chunks_fetched")
-    mesh.telemetry.count("chunks_fetched_bytes", len(content))
-    await _keep(mesh, chunks, digest, content, needed)
-
-
 async def _keep(
     mesh: Mesh,
     chunks: ChunkStore,
@@ -144,31 +156,22 @@ async def _keep(
     content: bytes | memoryview,
     needed: Collection[str] = (),
 ) -> None:
-    run, most_bytes = mesh.host.run_blocking, mesh.settings.chunks_bytes
+    size, most_bytes = memoryview(content).nbytes, mesh.settings.chunks_bytes
+
+    def write() -> bool:
+        chunks.directory.mkdir(parents=True, exist_ok=True)
+        there = _room(chunks.directory, size, most_bytes, needed)
+        if there:  # not durably: whoever reads it finds what a power cut has changed
+            chunks.keep(digest, content)
+        return there
+
     try:
-        kept = await run(_write, chunks, digest, content, most_bytes, needed, deadline_s=IO_S)
+        kept = await mesh.host.run_blocking(write, deadline_s=IO_S)
     except (MeshError, OSError) as error:
         kept = False
         mesh.telemetry.log.warning("a chunk is not kept", chunk=digest, error=str(error))
     if not kept:
         mesh.telemetry.count("chunks_not_kept")
-
-
-def _write(
-    chunks: ChunkStore,
-    digest: str,
-    content: bytes | memoryview,
-    most_bytes: int,
-    needed: Collection[str],
-) -> bool:
-    """Whether there is room for the chunk; then it is there whole. Not durably: after a power cut
-    it may not be what its name says, as whoever reads it finds.
-    """
-    chunks.directory.mkdir(parents=True, exist_ok=True)
-    if not _room(chunks.directory, memoryview(content).nbytes, most_bytes, needed):
-        return False
-    chunks.keep(digest, content)
-    return True
 
 
 def _room(directory: Path, wanted: int, most_bytes: int, needed: Collection[str] = ()) -> bool:
@@ -178,7 +181,12 @@ def _room(directory: Path, wanted: int, most_bytes: int, needed: Collection[str]
     there = _files(directory)
     held = sum(size for _, size, _ in there)
     most = min(most_bytes, (shutil.disk_usage(directory).free + held) // DISK_SHARE)
-    may_go = [one for one in there if not _stays(one[-1], needed)]
+    may_go = []
+    for one in there:
+        # One in the making (`.DIGEST.PID.NUMBER`) by another process may have been left there.
+        name, *begun = one[-1].name.removeprefix(".").split(".")
+        if name not in needed or (begun and begun[0] != str(os.getpid())):
+            may_go.append(one)
     if wanted + held - sum(size for _, size, _ in may_go) > most:
         return False
     for _, size, path in sorted(may_go):
@@ -189,16 +197,7 @@ def _room(directory: Path, wanted: int, most_bytes: int, needed: Collection[str]
     return True
 
 
-def _stays(path: Path, needed: Collection[str]) -> bool:
-    """Whether it is a chunk that is needed, or one in the making (`.DIGEST.PID.NUMBER`) by this
-    process: who has begun another one may have been killed.
-    """
-    name, *begun = path.name.removeprefix(".").split(".")
-    return name in needed and (not begun or begun[0] == str(os.getpid()))
-
-
 def _files(directory: Path) -> list[tuple[float, int, Path]]:
-    """Chunks, and those in the making: when each was last used, its bytes, and its path."""
     found = []
     for path in directory.glob("??/*"):
         with suppress(FileNotFoundError):
@@ -221,33 +220,15 @@ async def turn(mesh: Mesh, path: Path) -> AsyncIterator[None]:
     """Begins when no other process fetches under the same lock, which ends with its process; or
     when one has done so for too long, or there can be no lock.
     """
-    descriptor = _opened(path)
+    descriptor = -1
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         until = mesh.clock.monotonic() + WAIT_S
-        while not _taken(descriptor) and mesh.clock.monotonic() < until:
+        while descriptor >= 0 and not locked(descriptor) and mesh.clock.monotonic() < until:
             await mesh.clock.sleep(LOOK_S)
         yield
     finally:
-        if descriptor is not None:
+        if descriptor >= 0:
             os.close(descriptor)
-
-
-def _opened(path: Path) -> int | None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
-
-
-def _taken(descriptor: int | None) -> bool:
-    """Whether nobody else has the lock, as far as this file system can tell."""
-    if descriptor is None:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True

@@ -16,7 +16,6 @@ import shutil
 import stat
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from common.api.transfer.bulk import PUBLISHED
@@ -106,12 +105,14 @@ async def fetched(mesh: Mesh, row: JobRow, parts: Iterable[str] = ()) -> Path:
     try:
         await asyncio.shield(holding)
     except asyncio.CancelledError:  # its thread goes on, and holds the bundle yet
-        holding.add_done_callback(partial(_held_for_nobody, directory))
+        holding.add_done_callback(
+            lambda held: None if held.cancelled() or held.exception() else release(directory)
+        )
         raise
     try:
         if await run(_missing, directory, folders, deadline_s=IO_S):
             async with _alone(mesh, directory):
-                await run(_clear, directory, deadline_s=IO_S)  # of somebody who was cut off
+                await run(_clear, directory, (FETCHING, GONE), deadline_s=IO_S)  # were cut off
                 for folder in sorted(await run(_missing, directory, folders, deadline_s=IO_S)):
                     await _fetch(mesh, row, directory, folder)
             await run(make_room, directory.parent, MOST_BYTES, deadline_s=IO_S)
@@ -119,11 +120,6 @@ async def fetched(mesh: Mesh, row: JobRow, parts: Iterable[str] = ()) -> Path:
         release(directory)
         raise
     return directory
-
-
-def _held_for_nobody(directory: Path, holding: asyncio.Future[None]) -> None:
-    if not holding.cancelled() and holding.exception() is None:
-        release(directory)
 
 
 async def modules_here(mesh: Mesh, modules: str, digest: str) -> str:
@@ -148,10 +144,14 @@ def release(directory: Path) -> None:
 
 
 async def _fetch(mesh: Mesh, row: JobRow, directory: Path, folder: str) -> None:
-    """A folder of the bundle, or a file that lies in none."""
     bulk, run, asked = BulkClient(mesh), mesh.host.run_blocking, Publish(row.id, below=[folder])
     scratch = directory / f"{FETCHING}{folder}.{mesh.random.token(4)}"
     files, since = await published(mesh, asked), mesh.clock.monotonic()
+
+    def appear() -> None:  # fails, if nobody waits any more, once the scratch has been removed
+        sync_tree(scratch)
+        (scratch / folder).rename(directory / folder)
+
     try:
         for name, digest in files.items():
             if mesh.clock.monotonic() - since > PUBLISHED_S:
@@ -160,15 +160,9 @@ async def _fetch(mesh: Mesh, row: JobRow, directory: Path, folder: str) -> None:
             path = scratch / name
             about = mesh, bulk, digest, path, said
             await fetch_file(*about, job=row.id, kind="bundle", space=PUBLISHED)
-        await run(_appear, scratch, directory, folder, deadline_s=IO_S)
+        await run(appear, deadline_s=IO_S)
     finally:
         await run(_remove, scratch, deadline_s=IO_S)
-
-
-def _appear(scratch: Path, directory: Path, folder: str) -> None:
-    """Fails, in a thread that nobody waits for any more, once its scratch has been removed."""
-    sync_tree(scratch)
-    (scratch / folder).rename(directory / folder)
 
 
 def _remove(directory: Path) -> None:
@@ -181,10 +175,9 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _clear(directory: Path) -> None:
-    """Whoever fetches is alone with the bundle."""
-    for path in directory.iterdir():
-        if path.name.startswith((FETCHING, GONE)):
+def _clear(directory: Path, begins: str | tuple[str, ...]) -> None:
+    for path in directory.iterdir() if directory.exists() else ():
+        if path.name.startswith(begins):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -194,7 +187,6 @@ def _missing(directory: Path, folders: set[str]) -> set[str]:
 
 @asynccontextmanager
 async def _alone(mesh: Mesh, directory: Path) -> AsyncIterator[None]:
-    """While no other process fetches the same bundle. A lock ends with its process."""
     descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         what = f"a bundle that another process fetches to {directory}"
@@ -211,7 +203,6 @@ async def _alone(mesh: Mesh, directory: Path) -> AsyncIterator[None]:
 
 
 def _hold(directory: Path) -> None:
-    """Makes the directory, if need be, and keeps it while this process lives."""
     while True:
         place = directory / USED
         try:
@@ -231,8 +222,7 @@ def _hold(directory: Path) -> None:
 
 def sweep(bundles: Path) -> None:
     """Removes what a process that ended had begun to remove. Where one still does, both do."""
-    for path in bundles.glob(f"{GONE}*"):
-        shutil.rmtree(path, ignore_errors=True)
+    _clear(bundles, GONE)
 
 
 def make_room(bundles: Path, most_bytes: int) -> None:
@@ -245,22 +235,18 @@ def make_room(bundles: Path, most_bytes: int) -> None:
             continue
         with suppress(FileNotFoundError):
             found.append(((directory / USED).stat().st_mtime, directory))
-    sizes = {directory: _size(directory) for _, directory in found}
+    sizes = dict.fromkeys((directory for _, directory in found), 0)
+    for directory in sizes:
+        for path in directory.rglob("*"):
+            with suppress(FileNotFoundError):
+                about = path.stat()
+                sizes[directory] += about.st_size if stat.S_ISREG(about.st_mode) else 0
     total = sum(sizes.values())
     for _, directory in sorted(found):
         if total <= most_bytes:
             return
         if _removed(directory):
             total -= sizes[directory]
-
-
-def _size(directory: Path) -> int:
-    total = 0
-    for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):
-            found = path.stat()
-            total += found.st_size if stat.S_ISREG(found.st_mode) else 0
-    return total
 
 
 def _removed(directory: Path) -> bool:

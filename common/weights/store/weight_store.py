@@ -18,11 +18,11 @@ from common.mesh.runtime.patience import NotThere, patiently
 from common.records.checkpoints import check_paths
 from common.state import events, registry
 from common.weights.bulk.port import BulkClient
+from common.weights.chunks.chunks import DamageEvent
 from common.weights.chunks.partial import Partial
 from common.weights.store import host_chunks
 
 STALL_S = 2.0  # without a byte: what can be done without is
-WHY = "it is not what its name says"  # what is told of a damaged chunk
 
 
 async def store_entry(mesh: Mesh) -> registry.Entry:
@@ -46,12 +46,10 @@ async def put(
     return await _written(mesh, bulk, what, lambda entry: bulk.put(entry, content, space=space))
 
 
-async def tell(mesh: Mesh, untold: deque[tuple[Path, Path]]) -> None:
+async def tell(mesh: Mesh, untold: deque[DamageEvent]) -> None:
     """Tells of chunks that a writer has found damaged, and written again."""
     while untold:
-        path, aside = untold[0]
-        told = damage.fields("weights", path, WHY, "it is written again", aside=aside)
-        await patiently(mesh.clock, partial(events.append, mesh.state, damage.EVENT, told))
+        await patiently(mesh.clock, partial(events.append, mesh.state, damage.EVENT, *untold[0]))
         untold.popleft()
 
 

@@ -1,3 +1,3 @@
-"""The ways by which a version reaches a host: what each must do (`base.py`, to open first), one
-file a way, and which one is taken (`choosing.py`, by `bringing.py`).
+"""The ways by which a version reaches a host: one file a way (`bringing.py`, to open first, has
+what each must do and the plainest), and which one is taken (`choosing.py`).
 """

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from common.base.errors import Damaged, MeshError, NotFound
 from common.mesh.runtime.mesh import Mesh
 from common.state import events
+from common.weights.bulk.port import BulkClient
 from common.weights.chunks.chunks import ChunkStore
-from common.weights.ways.base import WantedVersion, Way
+from common.weights.delta.receiving import from_deltas
+from common.weights.pull.pull import Wanted, pull
+from common.weights.store.host_chunks import WantedVersion
 from common.weights.ways.choosing import Choice, Choosing
 
 EVENT = "weights_way"  # a change of ways, and what came of it: `meshrl weights explain` shows it
@@ -20,6 +23,20 @@ LOOK_S = 10.0  # to see what is there
 # What the plainest way must bring a second before another is thought of: where it is slower, the
 # network is, and what helps there is to send less. A broadcast knows no bounds of a host's rates.
 FAST = 100e6
+LEAST_BYTES = 8 << 20  # below, what is measured is the time of a few calls
+
+
+class Way(Protocol):
+    """All chunks of a published version are in the store, whatever the way."""
+
+    @property
+    def name(self) -> str:
+        """For people and for `rollout.weights`."""
+
+    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
+        """Brings chunks that lack as files of `into`, each right before it has its name. It need
+        not bring all: what came stays, whatever ends it. MeshError when it can bring no more.
+        """
 
 
 class Bringing:
@@ -40,56 +57,44 @@ class Bringing:
         """
         clock, began = self._mesh.clock, self._mesh.clock.monotonic()
         size = version.bytes
-        choice = self._chosen(size)
-        why = await self._tried(self._ways[choice.way], version, into)
-        if why and choice.way != self._plain.name:
-            verdict = self.choosing.failed(choice, why)
-            await self._tell(version.job, choice, size, clock.monotonic() - began, verdict)
-            left = await self._left(version, into)
-            if left.lacking:
-                await self._plain.receive(left, into)
-            return
+        plain = self._plain.name
+        if self._how == "pull" or self._how in self._ways:
+            asked = plain if self._how == "pull" else self._how
+            choice = Choice(asked, "rollout.weights says so")
+        else:
+            bound = self._mesh.settings.rate_up or self._mesh.settings.rate_down
+            fast = not bound and self.choosing.rates().get(plain, 0.0) >= FAST
+            choice = self.choosing.choose(size, list(self._ways) if fast else [plain])
+        way, why, left = self._ways[choice.way], "", version
+        if way is self._plain:
+            await way.receive(version, into)
+        else:
+            try:
+                await way.receive(version, into)
+            except (NotFound, Damaged):  # of the store: no other way has it either
+                raise
+            except MeshError as error:
+                why = str(error)
+            run = self._mesh.host.run_blocking
+            lacking = await run(version.still_lacking, into, deadline_s=LOOK_S)
+            left = replace(version, lacking=lacking)
+            if lacking and not why:
+                why = f"{len(lacking)} of {len(version.lacking)} chunks"
         took_s = clock.monotonic() - began
-        verdict = self.choosing.happened(choice, size, took_s)
+        if why:
+            verdict = self.choosing.failed(choice, why)
+        else:
+            verdict = self.choosing.happened(choice, size, took_s)
         await self._tell(version.job, choice, size, took_s, verdict)
+        if why and left.lacking:
+            await self._plain.receive(left, into)
 
     @property
     def last(self) -> dict[str, Any] | None:
         """The last way and why, for published counters; None before the first."""
         return self._last or None
 
-    def _chosen(self, size: int) -> Choice:
-        if self._how in self._ways:
-            return Choice(self._how, "rollout.weights says so")
-        plain = self._plain.name
-        if self._how == "pull":
-            return Choice(plain, "rollout.weights says so")
-        bound = self._mesh.settings.rate_up or self._mesh.settings.rate_down
-        fast = not bound and self.choosing.rates().get(plain, 0.0) >= FAST
-        return self.choosing.choose(size, list(self._ways) if fast else [plain])
-
-    async def _tried(self, way: Way, version: WantedVersion, into: ChunkStore) -> str:
-        """Why the way did not bring all; empty: it did."""
-        try:
-            await way.receive(version, into)
-        except (NotFound, Damaged):  # of the store: no other way has it either
-            raise
-        except MeshError as error:
-            if way is self._plain:
-                raise
-            return str(error)
-        left = await self._left(version, into)
-        return f"{len(left.lacking)} of {len(version.lacking)} chunks" if left.lacking else ""
-
-    async def _left(self, version: WantedVersion, into: ChunkStore) -> WantedVersion:
-        def lacking() -> dict[str, int]:
-            return {d: size for d, size in version.lacking.items() if not into.has(d)}
-
-        found = await self._mesh.host.run_blocking(lacking, deadline_s=LOOK_S)
-        return replace(version, lacking=found)
-
     async def _tell(self, job: str, choice: Choice, size: int, took_s: float, verdict: str) -> None:
-        """Keeps what happened for whoever asks, and tells of changes."""
         changed = choice.way != self._last.get("way")
         told = {
             "way": choice.way,
@@ -110,3 +115,22 @@ class Bringing:
             await events.append(mesh.state, EVENT, about)
         except MeshError as error:  # weights do not wait for the record of their way
             mesh.telemetry.log.warning("weights", error=str(error))
+
+
+class PullPath:
+    """A way; see `Way`."""
+
+    name = "pull"
+
+    def __init__(self, mesh: Mesh, bulk: BulkClient) -> None:
+        self._mesh, self._bulk = mesh, bulk
+        self._rate: float | None = None  # bytes a second that came, when much did last
+
+    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
+        """Makes what it can of deltas, and fetches the rest. NotFound, Damaged, StorageFull."""
+        about = self._mesh, self._bulk
+        made = await from_deltas(*about, version, into, self._rate)
+        wanted = [Wanted(one, size) for one, size in version.lacking.items() if one not in made]
+        pulled = await pull(*about, wanted, into, made=made, needed=version.needed, job=version.job)
+        if pulled.bytes >= LEAST_BYTES and pulled.seconds:
+            self._rate = pulled.bytes / pulled.seconds

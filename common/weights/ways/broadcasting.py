@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -25,7 +25,7 @@ from common.weights.bulk.port import BulkClient
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
 from common.weights.store.weight_store import store_entry
-from common.weights.ways.group import GroupPart, place
+from common.weights.ways.collective import BroadcastGroup, place
 from common.weights.ways.meeting import listen, place_of, ports_of, store_at
 
 WINDOW_S = 0.3  # hosts hear of a version within milliseconds, and look at what they lack
@@ -38,8 +38,6 @@ Files = Callable[[], Awaitable[ChunkStore | None]]
 
 @dataclass
 class _Attempt:
-    """Hosts that have asked for the same version, and how each is answered."""
-
     manifest: str
     asked: list[tuple[Gather, asyncio.Future[BroadcastPlace]]] = field(default_factory=list)
 
@@ -52,10 +50,9 @@ class _Attempt:
         return found
 
     def answer(self, gathered: BroadcastPlace) -> None:
-        """The same to all, each with its rank."""
         for rank, (_, told) in enumerate(self.asked, 1):
             if not told.done():
-                told.set_result(gathered if not gathered.where else _ranked(gathered, rank))
+                told.set_result(replace(gathered, rank=rank) if gathered.where else gathered)
 
 
 def files_here(mesh: Mesh, bulk: BulkClient) -> Files:
@@ -124,9 +121,20 @@ class Broadcasts:
         if files is None:
             return
         run = mesh.host.run_blocking
-        here = await run(_here, files, attempt.lacking, deadline_s=FOUND_S)
+
+        def files_of_this_size() -> dict[str, int]:
+            found = {}
+            for digest, size in attempt.lacking.items():
+                with suppress(OSError):
+                    if os.stat(files.path(digest)).st_size == size and size:
+                        found[digest] = size
+            return found
+
+        here = await run(files_of_this_size, deadline_s=FOUND_S)
         if not here:
             return
+        able = torch.cuda.is_available() and all(asked.cuda for asked, _ in attempt.asked)
+        backend = ("nccl" if able else "gloo") if self._backend == "auto" else self._backend
         settings = mesh.settings
         where = place(settings)
         address = where.get("hostname") or address_of(where["interface"])
@@ -135,7 +143,7 @@ class Broadcasts:
                 place_of(door, mesh.random.token(16)),
                 [Sender(mesh.random.token(8), here)],
                 members=len(attempt.asked) + 1,
-                backend=self._chosen(attempt),
+                backend=backend,
                 wait_s=WAIT_S,
             )
             sending = Sending(told, files, where)
@@ -148,17 +156,11 @@ class Broadcasts:
         mesh.telemetry.count("broadcasts")
         mesh.telemetry.count("broadcast_bytes", sum(here.values()))
 
-    def _chosen(self, attempt: _Attempt) -> str:
-        if self._backend != "auto":
-            return self._backend
-        able = torch.cuda.is_available() and all(asked.cuda for asked, _ in attempt.asked)
-        return "nccl" if able else "gloo"
-
 
 _WAIT = timedelta(seconds=WAIT_S)
 
 
-class Sending(GroupPart):
+class Sending(BroadcastGroup):
     """A sender's part, on a thread."""
 
     def __init__(self, told: BroadcastPlace, files: ChunkStore, where: dict[str, str]) -> None:
@@ -167,24 +169,9 @@ class Sending(GroupPart):
 
     def run(self, store: Store) -> None:
         """Sends all of its chunks to whoever has joined. PeerLost."""
-        self.join(store).send(self._contents())
+        self.join(store)
+        self.send(map(self._mapped, self._sender.chunks))
 
-    def _contents(self) -> Iterator[mmap.mmap]:
-        for digest in self._sender.chunks:
-            self.check()
-            with self._files.path(digest).open("rb") as file:
-                yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _here(files: ChunkStore, lacking: dict[str, int]) -> dict[str, int]:
-    """Those of the chunks that are files of this size."""
-    found = {}
-    for digest, size in lacking.items():
-        with suppress(OSError):
-            if os.stat(files.path(digest)).st_size == size and size:
-                found[digest] = size
-    return found
-
-
-def _ranked(told: BroadcastPlace, rank: int) -> BroadcastPlace:
-    return BroadcastPlace(told.where, told.senders, rank, told.members, told.backend, told.wait_s)
+    def _mapped(self, digest: str) -> mmap.mmap:
+        with self._files.path(digest).open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

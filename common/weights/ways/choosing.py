@@ -34,8 +34,6 @@ class Choice:
 
 @dataclass
 class _Known:
-    """What is known of a way."""
-
     s_per_byte: float = 0.0
     count: int = 0
     rests_until: int = 0  # the number of a choice
@@ -112,7 +110,6 @@ class Choosing:
         return {way: 1 / known.s_per_byte for way, known in self._known.items() if known.count}
 
     def _rest(self, way: str) -> None:
-        """It is not chosen for a while."""
         known = self._of(way)
         known.rests_until = self.choices + min(REST << known.failures, LONGEST_REST)
         known.failures += 1

@@ -9,24 +9,132 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from common.api.trainer import BroadcastPlace, Gather, Sender, Trainer
 from common.base.digest import digest_of
-from common.base.errors import PeerLost
+from common.base.errors import PeerLost, Refused
+from common.base.host.ports import ANYWHERE, ports
+from common.base.host.settings import MeshSettings, advertised_host
 from common.mesh.runtime.mesh import Mesh
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
-from common.weights.ways.base import WantedVersion
-from common.weights.ways.group import GroupPart, place
+from common.weights.store.host_chunks import WantedVersion
 from common.weights.ways.meeting import store_at
 
+AHEAD = 2  # transfers at once: the next one moves while the last is hashed and written
+# NCCL's own watch would end the process of an engine for a member that is lost.
+QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 LOCK = "broadcast"
 LOOK_S = 10.0  # to see what this host has
 MOST_S = 600.0  # for all of it
+
+
+def place(settings: MeshSettings) -> dict[str, str]:
+    """By which interface or address of this host gloo reaches others: what an operator has set in
+    the environment or in the host's settings, else the address of `mesh.bind`. Refused where that
+    is all of them.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or settings.interface
+    if chosen:
+        return {"interface": chosen}
+    host = advertised_host(settings.bind).strip("[]")
+    if ports(settings.bind, "mesh.bind")[0] in ANYWHERE:
+        raise Refused(
+            "it cannot be told by which interface others reach this host",
+            where="mesh.bind",
+            fix="Set `interface` in mesh.toml, or GLOO_SOCKET_IFNAME",
+        )
+    return {"hostname": host}
+
+
+class BroadcastGroup:
+    """One member's part in the group of a sender, rank 0; `stop` ends it from any thread."""
+
+    def __init__(self, told: BroadcastPlace, sender: Sender, where: dict[str, str]) -> None:
+        """`where`: see `place`. No two groups have the same name."""
+        self._told, self._sender, self._where = told, sender, where
+        self._limit = timedelta(seconds=told.wait_s)
+        self._device = "cuda" if told.backend == "nccl" else "cpu"
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank, self._options.rootTensor = 0, 0
+        self._group: Any = None
+        self._stopped = False
+
+    def join(self, store: Store) -> None:
+        """Meets the others at `store`; PeerLost when they do not come in `wait_s`, which also is
+        how long one may keep the others waiting.
+        """
+        known = PrefixStore(self._sender.name, store)
+        about = known, self._told.rank, self._told.members
+        with _lost(f"the group of {self._told.members} did not meet"):
+            if self._told.backend == "nccl":
+                os.environ.update(QUIET)
+                options: Any = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._limit
+                self._group = dist.ProcessGroupNCCL(*about, options)
+            else:
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._devices = [dist.ProcessGroupGloo.create_device(**self._where)]
+                options._timeout = self._limit
+                self._group = dist.ProcessGroupGloo(*about, options)
+
+    def send(self, contents: Iterable[Any]) -> None:
+        """Sends buffers, each whole. PeerLost."""
+        tensors = (torch.frombuffer(one, dtype=torch.uint8).to(self._device) for one in contents)
+        for _ in self._broadcast(tensors):
+            pass
+
+    def receive(self, sizes: Iterable[int]) -> Iterator[memoryview]:
+        """Yields what is sent, in its order; valid until the next is asked for. PeerLost."""
+        empty = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
+        for tensor in self._broadcast(empty):
+            yield memoryview(tensor.cpu().numpy().data)
+
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Broadcasts all, some of them ahead; each once it has moved."""
+        moving: deque[tuple[Any, torch.Tensor]] = deque()
+        for tensor in tensors:
+            self.check()
+            with _lost("a broadcast of weights did not begin"):
+                moving.append((self._group.broadcast([tensor], self._options), tensor))
+            if len(moving) >= AHEAD:
+                yield self._moved(*moving.popleft())
+        while moving:
+            yield self._moved(*moving.popleft())
+
+    def _moved(self, work: Any, tensor: torch.Tensor) -> torch.Tensor:
+        with _lost("a broadcast of weights ended early"):
+            work.wait(self._limit)
+        return tensor
+
+    def check(self) -> None:
+        """Raise PeerLost once this part was stopped."""
+        if self._stopped:
+            raise PeerLost("the broadcast was ended")
+
+    def stop(self) -> None:
+        """Ends this member's part, also while it waits for others; from any thread."""
+        self._stopped = True
+        if self._group is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._group.abort()
+
+
+@contextmanager
+def _lost(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's, of whoever is not there; its own types derive from it
+        raise PeerLost(f"{what}: {error}", fix="The rest is pulled") from error
 
 
 class Collective:
@@ -44,7 +152,7 @@ class Collective:
         """
         mesh, run = self._mesh, self._mesh.host.run_blocking
         async with host_chunks.turn(mesh, into.directory / host_chunks.LOCKS / LOCK):
-            lacking = await run(_still, version.lacking, into, deadline_s=LOOK_S)
+            lacking = await run(version.still_lacking, into, deadline_s=LOOK_S)
             if not lacking:
                 return
             await host_chunks.make_room(mesh, into, sum(lacking.values()), version.needed)
@@ -61,7 +169,9 @@ class Collective:
         parts = [_Receiving(told, sender, lacking, into, where) for sender in told.senders]
         wait = timedelta(seconds=told.wait_s)
         try:
-            store = await run(_met, told, wait, deadline_s=2 * told.wait_s)
+            with _lost("nobody is where a broadcast was to be"):
+                meeting = told.where, told.members, wait
+                store = await run(store_at, *meeting, deadline_s=2 * told.wait_s)
             receiving = (run(part.run, store, deadline_s=MOST_S) for part in parts)
             await asyncio.gather(*receiving)
         finally:
@@ -72,9 +182,7 @@ class Collective:
                 mesh.telemetry.count("chunks_damaged", part.damaged)
 
 
-class _Receiving(GroupPart):
-    """What comes of one sender, on a thread."""
-
+class _Receiving(BroadcastGroup):
     def __init__(
         self,
         told: BroadcastPlace,
@@ -89,8 +197,9 @@ class _Receiving(GroupPart):
 
     def run(self, store: Store) -> None:
         """Keeps what lacks here of all that comes. PeerLost, StorageFull."""
+        self.join(store)
         chunks = self._sender.chunks
-        contents = self.join(store).receive(chunks.values())
+        contents = self.receive(chunks.values())
         for digest, content in zip(chunks, contents, strict=True):
             self.check()
             if digest not in self._lacking:
@@ -101,16 +210,3 @@ class _Receiving(GroupPart):
             self._into.keep(digest, content)
             self.chunks += 1
             self.bytes += len(content)
-
-
-def _met(told: BroadcastPlace, wait: timedelta) -> Store:
-    """The store at which all meet. PeerLost when nobody serves it any more."""
-    try:
-        return store_at(told.where, told.members, wait)
-    except RuntimeError as error:
-        raise PeerLost(f"nobody is where a broadcast was to be: {error}") from error
-
-
-def _still(lacking: dict[str, int], into: ChunkStore) -> dict[str, int]:
-    """Those that are not there by now."""
-    return {d: size for d, size in lacking.items() if not os.path.exists(into.path(d))}

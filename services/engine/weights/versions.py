@@ -14,9 +14,8 @@ from common.state import jobs
 from common.weights.bulk.port import BulkClient
 from common.weights.layout.images import Image
 from common.weights.receive import Receiver
-from common.weights.ways.bringing import Bringing
+from common.weights.ways.bringing import Bringing, PullPath
 from common.weights.ways.collective import Collective
-from common.weights.ways.peer import PullPath
 
 TRIES = 5  # a version that was damaged each time it was written: the disk does it
 # For a trainer that does not answer, because it is being started, or cannot write it again. One

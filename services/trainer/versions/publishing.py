@@ -21,7 +21,7 @@ from common.mesh.runtime.patience import patiently
 from common.mesh.runtime.serial_executor import looked_at
 from common.model.files.source import BATCH_BYTES
 from common.model.network.lora import is_adapter
-from common.state.pool.demand.asking import unhelped
+from common.state.pool.demand.needs import unhelped
 from common.weights.bulk.port import BulkClient
 from common.weights.delta.sending import DeltaSender
 from common.weights.layout.laying import Laid, laying, slices

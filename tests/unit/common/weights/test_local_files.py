@@ -35,7 +35,7 @@ from common.weights.store.local_files import (
     modules_here,
     release,
 )
-from services.weights.errands import Errands
+from services.weights.home import Errands
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.load import scaled

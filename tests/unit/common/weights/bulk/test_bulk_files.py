@@ -53,6 +53,11 @@ def files(directory: Path) -> list[str]:
     return sorted(path.name for path in found if path.name != NAME)
 
 
+async def fetch(client: BulkClient, there: Entry, digest: str, target: Path) -> None:
+    with Partial.of_file(target, digest) as partial:
+        await client.receive(there, partial)
+
+
 @pytest.mark.parametrize("host", ["", "another host"])
 @pytest.mark.parametrize("size", [0, 1, PART, 2 * PART, 3_000_000])
 async def test_a_file_that_was_put_is_fetched(
@@ -62,7 +67,7 @@ async def test_a_file_that_was_put_is_fetched(
     for _ in range(2):
         assert await client.put_file(entry(server, host), source) == digest_of(CONTENT[:size])
     target = tmp_path / "new" / "target"
-    await client.fetch(entry(server, host), digest_of(CONTENT[:size]), target)
+    await fetch(client, entry(server, host), digest_of(CONTENT[:size]), target)
     assert target.read_bytes() == CONTENT[:size]
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     assert files(tmp_path / "new") == ["target"]
@@ -75,22 +80,22 @@ async def test_what_is_not_there_or_damaged_or_has_no_room_leaves_no_file(
 ) -> None:
     target = tmp_path / "new" / "target"
     with pytest.raises(NotFound):
-        await client.fetch(entry(server, host), "0" * 64, target)
+        await fetch(client, entry(server, host), "0" * 64, target)
     digest = await client.put(entry(server, host), CONTENT)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
         with pytest.raises(StorageFull):
-            await client.fetch(entry(server, host), digest, target)
+            await fetch(client, entry(server, host), digest, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     ChunkStore(tmp_path / "chunks").path(digest).write_bytes(CONTENT[:-1] + b"?")
     with pytest.raises(Damaged):
-        await client.fetch(entry(server, host), digest, target)
+        await fetch(client, entry(server, host), digest, target)
     assert files(tmp_path / "new") == []
     (source := tmp_path / "source").write_bytes(CONTENT)
     assert await client.put_file(entry(server, host), source) == digest
-    await client.fetch(entry(server, host), digest, target)
+    await fetch(client, entry(server, host), digest, target)
     assert target.read_bytes() == CONTENT
 
 
@@ -114,7 +119,7 @@ async def test_what_breaks_goes_on_where_it_was(client: BulkClient, tmp_path: Pa
     with road(tmp_path / "chunks", most=700_000) as (way, there):
         digest = await client.put_file(there, source)
         put, connections = way.carried, way.connections
-        await client.fetch(there, digest, target := tmp_path / "new" / "target")
+        await fetch(client, there, digest, target := tmp_path / "new" / "target")
     assert target.read_bytes() == CONTENT and files(tmp_path / "new") == ["target"]
     assert files(tmp_path / "chunks") == [digest]
     least = len(CONTENT) // way.most + 1
@@ -132,7 +137,7 @@ async def test_a_way_that_stays_broken_is_a_lost_peer(client: BulkClient, tmp_pa
         digest = ChunkStore(tmp_path / "chunks").write(CONTENT)
         way.most = 0
         with pytest.raises(PeerLost):
-            await client.fetch(there, digest, tmp_path / "new" / "target")
+            await fetch(client, there, digest, tmp_path / "new" / "target")
     assert files(tmp_path / "new") == []
 
 
@@ -143,7 +148,7 @@ async def test_who_does_not_wait_any_more_leaves_nothing(
     target = tmp_path / "new" / "target"
     with road(tmp_path / "chunks", most=1 << 30) as (way, there):
         way.stands_at = 1_000_000
-        fetching = asyncio.create_task(client.fetch(there, digest, target))
+        fetching = asyncio.create_task(fetch(client, there, digest, target))
         while way.carried < way.stands_at:
             await asyncio.sleep(0.01)
         assert files(tmp_path / "new") != []

@@ -18,8 +18,8 @@ from common.base.host.settings import MeshSettings
 from common.mesh.process.host import SystemHost
 from common.state.registry import Entry
 from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.kept import MOST
 from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from common.weights.bulk.transfer import MOST
 from common.weights.chunks.partial import Partial
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join

@@ -34,6 +34,7 @@ from common.state.registry import Entry
 from common.weights.bulk.port import BulkClient, ChunkStore, serve
 from common.weights.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
 from common.weights.bulk.session import GET, HAS, PUT, REQUEST, REST, BulkSession
+from common.weights.chunks.partial import Partial
 from common.weights.handshakes.handshake import SUITES, ClientHandshake
 from sim.redis.client import SimulatedSyncRedis
 from sim.redis.server import RedisServer
@@ -103,7 +104,8 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
         assert await client.get(entry, digest) == CONTENT
         (source := tmp_path / "source").write_bytes(CONTENT[1:])
         moved = await client.put_file(entry, source)
-        await BulkClient(engine).fetch(entry, moved, target := tmp_path / "target")
+        with Partial.of_file(target := tmp_path / "target", moved) as partial:
+            await BulkClient(engine).receive(entry, partial)
         assert target.read_bytes() == CONTENT[1:]
         with pytest.raises(NotAllowed, match="role engine may not put chunks of weights"):
             await BulkClient(engine).put(entry, CONTENT)

@@ -18,9 +18,10 @@ import pytest
 from common.base.host.settings import MeshSettings
 from common.mesh.process.host import SystemHost
 from common.state.registry import Entry
+from common.weights.bulk.channel import BURST_S, LEAST_BYTES, LONGEST_S, PIECE_S, Rate, Rates
 from common.weights.bulk.doors import InterpreterDoor
 from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.weights.bulk.rates import BURST_S, LEAST_BYTES, LONGEST_S, PIECE_S, Rate, Rates
+from common.weights.chunks.partial import Partial
 from tests.unit.common.mesh.runtime.talking import Join
 
 SECRET = "5e" * 32
@@ -129,11 +130,13 @@ async def test_who_has_paused_is_served_to_the_end_and_may_go(
     server = serve(rate_up=500_000)
     free = BulkClient(await join("free", settings=settings(tmp_path)))
     digest = await free.put(entry(server), CONTENT)
-    leaving = asyncio.create_task(free.fetch(entry(server), digest, tmp_path / "one"))
+    partial = Partial.of_file(tmp_path / "one", digest)
+    leaving = asyncio.create_task(free.receive(entry(server), partial))
     while server.sent == 0:
         await asyncio.sleep(0.01)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
+    partial.discard()
     while server.connections:
         await asyncio.sleep(0.01)
     assert await free.get(entry(server), digest) == CONTENT

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.api.weights import Tensor
-from common.weights.delta.pairs import Pair, grouped, paired
+from common.weights.delta.codec import Pair, grouped, paired
 
 
 def piece(name: str, begin: int, chunk: str, offset: int = 0, end: int = -1) -> Tensor:

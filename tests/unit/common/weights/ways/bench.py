@@ -17,7 +17,7 @@ from common.mesh.runtime.mesh import Mesh
 from common.state.redis.client import State
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store import host_chunks
-from common.weights.ways.base import WantedVersion
+from common.weights.store.host_chunks import WantedVersion
 from common.weights.ways.broadcasting import Broadcasts
 from common.weights.ways.collective import Collective
 from sim.redis.state import simulated_state

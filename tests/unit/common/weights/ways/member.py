@@ -10,16 +10,15 @@ import signal
 import sys
 from datetime import timedelta
 
-from common.weights.ways.group import BroadcastGroup
+from common.api.trainer import BroadcastPlace, Sender
+from common.weights.ways.collective import BroadcastGroup
 from common.weights.ways.meeting import store_at
 
 print("ready", flush=True)
 told = json.loads(sys.stdin.readline())
-store = store_at(told["where"], told["members"], timedelta(seconds=told["wait_s"]))
-(sender,) = told["senders"]
-place = {"hostname": "127.0.0.1"}
-group = BroadcastGroup(
-    store, sender["name"], told["rank"], told["members"], "gloo", place, told["wait_s"]
-)
-next(group.receive(sender["chunks"].values()))
+sender = Sender(**told["senders"][0])
+gathered = BroadcastPlace(**told | {"senders": [sender], "backend": "gloo"})
+group = BroadcastGroup(gathered, sender, {"hostname": "127.0.0.1"})
+group.join(store_at(gathered.where, gathered.members, timedelta(seconds=gathered.wait_s)))
+next(group.receive(sender.chunks.values()))
 os.kill(os.getpid(), signal.SIGKILL)
