@@ -12,7 +12,7 @@ from common.base.occupancy import Occupancy
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
-from common.records.traces import Traces
+from common.records.run_lines import Traces
 from common.state.pool.demand.measured import LEVELS, Lengths, MeasuredWork
 from services.rollout.routing.stay import AT_ENGINE, TURN
 from services.rollout.trajectories.trajectory import Trajectory

@@ -21,7 +21,6 @@ async def main() -> None:
 
 
 async def serve(mesh: Mesh, pace: SweepPace = SweepPace()) -> None:  # noqa: B008 (it does not change)
-    """The life of the store, until it is cancelled."""
     settings = mesh.settings
     chunks = ChunkStore(Path(settings.run_root) / "store", mesh.clock.wall)
     bulk = serve_chunks(mesh, chunks)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +51,6 @@ class _Standing:
 
     @classmethod
     def of(cls, row: JobRow) -> _Standing:
-        """What is to be there."""
         document = hashlib.sha256(json.dumps(row.document).encode()).hexdigest()
         return cls(row.phase.value, row.lineage, row.checkpoint, document)
 
@@ -74,10 +74,8 @@ class Copying:
     def stats(self) -> dict[str, Any]:
         if self._durable is None:
             return {}
-        copied = {"checkpoints": self.checkpoints, "bytes": self.bytes, "errors": self.errors}
-        return {f"durable_{name}": n for name, n in copied.items()} | {
-            "durable_trouble": self.trouble
-        }
+        names = "checkpoints", "bytes", "errors", "trouble"
+        return {f"durable_{name}": getattr(self, name) for name in names}
 
     async def forever(self) -> None:
         """Returns when there is no copy to keep, or another mesh has taken it over."""
@@ -108,12 +106,9 @@ class Copying:
     async def _tell(self, error: MeshError, kind: str, fields: dict[str, Any]) -> None:
         self.trouble = str(error)
         self._mesh.telemetry.log.error("durable copy", error=str(error))
-        op = uuid.uuid4().hex
-        append = partial(events.append, self._mesh.state, kind, fields, op)
-        await patiently(self._mesh.clock, append)
+        await patiently_tell(self._mesh, kind, fields)
 
     async def _claimed(self, durable: Durable) -> DurableCopy:
-        """The copy, which is this mesh's. TakenOver when it is another's."""
         copy = await self._run(DurableCopy, durable.url, durable.owner)
         if await self._run(copy.claim):
             self._there.clear()  # whatever was there
@@ -131,18 +126,15 @@ class Copying:
                 raise
             except MeshError as error:  # what is wrong with one job keeps no other from its copy
                 missed = self._missed[row.id] = self._missed.get(row.id, 0) + 1
-                if missed >= TOO_SLOW or not await self._has_moved_on(row):
+                moved_on = True  # to another checkpoint: the files of this one may be gone
+                with suppress(NotFound):
+                    now = await jobs.job(self._mesh.state, row.id)
+                    moved_on = now.checkpoint != row.checkpoint
+                if missed >= TOO_SLOW or not moved_on:
                     first = first or error
         await self._remove_old(copy, self._there.keys() - {row.id for row in rows})
         if first is not None:
             raise first
-
-    async def _has_moved_on(self, row: JobRow) -> bool:
-        """Whether another checkpoint has been committed: the files of this one may be gone."""
-        try:
-            return (await jobs.job(self._mesh.state, row.id)).checkpoint != row.checkpoint
-        except NotFound:
-            return True
 
     async def _job(self, copy: DurableCopy, row: JobRow) -> None:
         wanted, there = _Standing.of(row), self._there.get(row.id, _Standing())
@@ -173,7 +165,6 @@ class Copying:
         copy.write(f"{of_job(row.id)}/job.json", {"job": row.id, "document": row.document})
 
     def _checkpoint(self, copy: DurableCopy, row: JobRow) -> int:
-        """The bytes that were copied. Older checkpoints that are kept no longer go."""
         before, home = self.bytes, Path(row.run_dir) / "checkpoints"
         held = manifest_of(home / f"{row.checkpoint}.json")
         there = copy.files(row.id)
@@ -202,10 +193,9 @@ class Copying:
         copy.remove(f"{of_job(row.id)}/files/{digest}" for digest in unneeded)
 
     def _put(self, copy: DurableCopy, job: str, digest: str, path: Path) -> None:
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise NotFound(f"{path} is missing") from None
+        if not path.exists():
+            raise NotFound(f"{path} is missing")
+        size = path.stat().st_size
         copy.put(job, digest, path)
         self.bytes += size
 
@@ -222,19 +212,13 @@ class Copying:
             deleted = set(await deleting.names(state))
             keep_s = (await pool.settings(state)).keep_days * DAY_S
             for job in sorted(unknown):
-                if job in deleted or await self._run(self._ended_for, copy, job) > keep_s:
+                standing, at = await self._run(_standing, copy, job)
+                old = standing.phase in jobs.ENDED and self._mesh.clock.wall() - at > keep_s
+                if job in deleted or old:
                     await self._run(copy.remove_job, job)
                     del self._there[job]
                     unknown = unknown - {job}
         self._unknown, self._looked_for_old = unknown, now
-
-    def _ended_for(self, copy: DurableCopy, job: str) -> float:
-        """Seconds since a job's end was copied; 0 for one that has not ended, or that nobody can
-        tell of.
-        """
-        standing, at = _standing(copy, job)
-        ended = standing.phase in jobs.ENDED
-        return self._mesh.clock.wall() - at if ended else 0.0
 
     async def _run(self, work: Callable[..., T], *args: Any) -> T:
         silence = asyncio.create_task(self._tell_of_silence(), name="a silent copy")
@@ -258,8 +242,13 @@ class Copying:
             await self._tell(error, "durable_failed", {"error": str(error)})
 
 
+async def patiently_tell(mesh: Mesh, kind: str, fields: dict[str, Any]) -> None:
+    """Adds an event, once, when Redis takes it."""
+    op = uuid.uuid4().hex
+    await patiently(mesh.clock, partial(events.append, mesh.state, kind, fields, op))
+
+
 def _standing(copy: DurableCopy, job: str) -> tuple[_Standing, float]:
-    """What is there of a job, and since when."""
     try:
         told = copy.read(f"{of_job(job)}/standing.json")
         at = float(told.pop("at"))

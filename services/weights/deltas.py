@@ -72,14 +72,8 @@ def _commonest(held: list[Base]) -> Base | None:
     return max(held, key=rank, default=None)
 
 
-def _age(base: Base) -> tuple[int, int]:
-    return base.lineage, base.version
-
-
 @dataclass
 class _ToOne:
-    """The deltas to one version, as far as they are there."""
-
     job: str
     since: float
     parts: dict[int, float]  # that go on, and when each was last heard of
@@ -93,7 +87,6 @@ class _ToOne:
         self.news = asyncio.Event()
 
     def more(self, now: float) -> bool:
-        """Whether others may follow."""
         return any(now - heard < SILENT_S for heard in self.parts.values())
 
 
@@ -109,12 +102,18 @@ class DeltaSets:
     def received(self, told: Received) -> None:
         """Notes what a host holds; who reads an older version has not lost the newer ones."""
         hosts = self._holders.setdefault(told.job, {})
-        now, holder = self._mesh.clock.monotonic(), hosts.get(told.host)
-        newest = max(told.target, holder.newest, key=_age) if holder else told.target
-        anchor = holder.anchor if holder else None
+        holder, anchors = hosts.get(told.host), list[Base]()
+        held = [told.target, *([holder.newest] if holder else [])]
         if (every := self._anchors.get(told.job, 0)) and told.target.version % every == 0:
-            anchor = max(told.target, anchor, key=_age) if anchor else told.target
-        hosts[told.host] = VersionHolder(now, newest, anchor)
+            anchors.append(told.target)
+        if holder and holder.anchor:
+            anchors.append(holder.anchor)
+
+        def age(base: Base) -> tuple[int, int]:
+            return base.lineage, base.version
+
+        newest, anchor = max(held, key=age), max(anchors, key=age, default=None)
+        hosts[told.host] = VersionHolder(self._mesh.clock.monotonic(), newest, anchor)
 
     def begin(self, asked: BeginDelta) -> list[Base]:
         """From which versions deltas to a new one are wanted. Until its parts are at their end, who
@@ -136,7 +135,6 @@ class DeltaSets:
         return found.bases
 
     def stage(self, told: StageDelta) -> bool:
-        """Takes more of a delta; False where nobody waits for it."""
         found = self._sets.get(told.deltas.target.digest)
         if found is None or told.part not in found.parts:
             return False
@@ -159,18 +157,15 @@ class DeltaSets:
         while found := self._sets.get(asked.target):
             now = self._mesh.clock.monotonic()
             chunks = found.chunks[asked.after :]
-            more = found.more(now) and self._of_use(found, asked.host)
+            holder = self._holders.get(found.job, {}).get(asked.host)
+            of_use = holder and (holder.newest in found.bases or holder.anchor in found.bases)
+            more = found.more(now) and bool(of_use)
             if chunks or not more or now >= until:
                 return Deltas(chunks, more)
             with suppress(DeadlineExceeded):
                 async with self._mesh.clock.timeout(until - now, "deltas to a version"):
                     await found.news.wait()
         return Deltas()
-
-    def _of_use(self, to: _ToOne, host: str) -> bool:
-        """Whether a host holds what these are from, as far as it has told."""
-        holder = self._holders.get(to.job, {}).get(host)
-        return holder is not None and (holder.newest in to.bases or holder.anchor in to.bases)
 
     def beside(self, live: set[str]) -> set[str]:
         """The blobs of deltas to versions that live; deltas to others are forgotten."""
@@ -195,7 +190,6 @@ class DeltaSets:
         }
 
     def forget(self, job: str) -> None:
-        """The job is no more."""
         self._holders.pop(job, None)
         self._anchors.pop(job, None)
         self._supersede(job)
@@ -210,7 +204,6 @@ class DeltaSets:
         }
 
     def _held(self, job: str, now: float) -> dict[str, VersionHolder]:
-        """By host, without those that were not heard of for long."""
         hosts = self._holders.get(job, {})
         for host in [host for host, holder in hosts.items() if now - holder.at > HELD_S]:
             del hosts[host]
@@ -257,13 +250,10 @@ class WithDeltas(Actor):
     @call(Weights.received)
     def received(self, request: Received) -> Noted:
         """What is not on record is no base of anything: it may have been collected meanwhile."""
-        if self._on_record(request.job, request.target):
+        number = Number(request.target.lineage, request.target.version)
+        if any(
+            record.job == request.job and record.versions.get(request.target.digest) == number
+            for record in self.records
+        ):
             self.deltas.received(request)
         return Noted()
-
-    def _on_record(self, job: str, target: Base) -> bool:
-        number = Number(target.lineage, target.version)
-        return any(
-            record.job == job and record.versions.get(target.digest) == number
-            for record in self.records
-        )

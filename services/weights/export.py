@@ -19,7 +19,6 @@ from pathlib import Path
 from torch import Tensor
 
 from common.base.errors import Damaged, MeshError, NotFound
-from common.base.files import documents
 from common.base.host.terminal import visible
 from common.job.bundle.job_data import JobData
 from common.job.bundle.model_shape import model_config
@@ -28,8 +27,14 @@ from common.weights.bulk.port import ChunkStore
 from common.weights.layout.images import opened
 from common.weights.layout.manifest import read_whole
 from common.weights.output import ADAPTER, BASE, write_version
-from services.weights.committed import Checkpoint, StoredVersion, checkpoints, versions
 from services.weights.making import MARKER, check_ours, making, put
+from services.weights.versions.known import (
+    Checkpoint,
+    StoredVersion,
+    checkpoints,
+    described,
+    versions,
+)
 
 
 def chosen(run: Path, step: int | None = None, the_best: bool = False) -> StoredVersion:
@@ -37,22 +42,28 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Stored
     there are.
     """
     known = checkpoints(run)
-    stored = [version for version in versions(run) if _is_stored(run, version, known)]
+    chunks = ChunkStore(run / "store")
+
+    def is_stored(version: StoredVersion) -> bool:
+        with suppress(Damaged, NotFound):
+            tensors = read_whole(chunks.read, version.manifest).tensors
+            if all(chunks.has(chunk) for chunk in {tensor.chunk for tensor in tensors}):
+                return True
+        return _checkpoint(version, known) is not None
+
+    stored = [version for version in versions(run) if is_stored(version)]
     if the_best:
-        found = best(run)
-        if found is None:
-            raise NotFound(
-                f"{run} has no best version",
-                fix="name the figure to judge by in evaluation.best",
-            )
-        return StoredVersion(found.version, found.manifest)
+        judged = best(run)
+        if judged is None:
+            fix = "name the figure to judge by in evaluation.best"
+            raise NotFound(f"{run} has no best version", fix=fix)
+        return StoredVersion(judged.version, judged.manifest)
     if not stored:
         raise NotFound(f"{run} has no version", fix="the run ended before version 0")
     if step is None:
         return stored[-1]
-    for version in stored:
-        if version.step == step:
-            return version
+    if found := [version for version in stored if version.step == step]:
+        return found[0]
     raise NotFound(
         f"{run} does not hold the weights of step {step}",
         fix=f"it holds those of {', '.join(str(version.step) for version in stored)}; "
@@ -71,7 +82,14 @@ def export(data: JobData, version: StoredVersion, out: Path, final: Path) -> Non
         if checkpoint is None:
             raise
         print(f"{error}; the model is copied from {checkpoint}", file=sys.stderr)
-        _copy(checkpoint, out, final)
+        other = {checkpoint: [STATE]}  # what training goes on from is no part of a model
+        shutil.copytree(
+            checkpoint, out, ignore=lambda at, _: other.get(Path(at), []), dirs_exist_ok=True
+        )
+        about = out / ADAPTER / "adapter_config.json"
+        if about.is_file() and (out / BASE).is_dir():  # it names the model that it belongs to
+            told = json.loads(about.read_text()) | {"base_model_name_or_path": str(final / BASE)}
+            about.write_text(json.dumps(told, indent=2) + "\n")
     else:
         write_version(data, model_config(data), tensors, out, final)
 
@@ -86,43 +104,9 @@ def _checkpoint(version: StoredVersion, known: list[Checkpoint]) -> Path | None:
     return None
 
 
-def _copy(checkpoint: Path, out: Path, final: Path) -> None:
-    """The files of a checkpoint that `write_version` wrote, for another place."""
-    shutil.copytree(
-        checkpoint, out, ignore=lambda at, _: [STATE] * (Path(at) == checkpoint), dirs_exist_ok=True
-    )
-    about = out / ADAPTER / "adapter_config.json"
-    if about.is_file() and (out / BASE).is_dir():  # it names the model that it belongs to
-        told = json.loads(about.read_text()) | {"base_model_name_or_path": str(final / BASE)}
-        about.write_text(json.dumps(told, indent=2) + "\n")
-
-
 def read_tensors(chunks: ChunkStore, manifest: str) -> Mapping[str, Tensor]:
     """The tensors of a manifest's digest, from the store's files."""
     return opened(chunks, manifest).tensors
-
-
-def _is_stored(run: Path, version: StoredVersion, known: list[Checkpoint]) -> bool:
-    chunks = ChunkStore(run / "store")
-    try:
-        described = read_whole(chunks.read, version.manifest).tensors
-    except (Damaged, NotFound):
-        return _checkpoint(version, known) is not None
-    complete = all(chunks.has(chunk) for chunk in {t.chunk for t in described})
-    return complete or _checkpoint(version, known) is not None
-
-
-def _job(run: Path) -> JobData:
-    """The run's job; Damaged when `job.json` does not tell it, NotFound without one."""
-    path = run / "job.json"
-    try:
-        held = documents.decode(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise NotFound(f"there is no run in {run}: it has no job.json") from None
-    job, document = held.get("job"), held.get("document")
-    if not isinstance(job, str) or not isinstance(document, dict):
-        raise Damaged("it names no job, or not what the job is", where=str(path))
-    return JobData.of(job, document, str(run))
 
 
 def write(run: Path, out: Path, step: int | None, the_best: bool) -> StoredVersion:
@@ -138,14 +122,14 @@ def write_one(run: Path, version: StoredVersion, out: Path) -> None:
     delete something else than an export, and while another process does so.
     """
     check_ours(out)
-    _write(_job(run), version, out)
+    _write(JobData.of(*described(run), str(run)), version, out)
 
 
 def write_below(run: Path, directory: Path, step: int | None, the_best: bool) -> Path:
     """Exports to a directory below `directory` which is the version's alone, and is not changed
     once it is there; its path. For one caller at a time.
     """
-    data = _job(run)
+    data = JobData.of(*described(run), str(run))
     version = chosen(run, step, the_best)
     out = directory / f"{version.step}-{version.manifest}"
     if not (out / MARKER).is_file():

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.base.errors import Refused
+from common.base.errors import ConfigError, MeshError, NotFound, Refused, StorageFull
+from common.base.files.append_file import FULL
+from common.base.files.at_url import is_url, without_secrets
 from common.base.files.durable import sync, sync_tree
 
 MARKER = "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
@@ -22,6 +24,8 @@ MADE = "made"  # what is being made, in a scratch directory: no model is opened 
 OLD = "old"  # beside it: what it replaces, for a moment
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # to this kind of disk
+TOKENIZER, CONFIG = "tokenizer.json", "config.json"
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def check_ours(out: Path) -> None:
@@ -44,16 +48,22 @@ def making(scratch: Path, out: Path | None = None) -> Iterator[Path]:
     """
     descriptor = _alone(scratch)
     try:
-        _check_scratch(scratch)
+        check_ours(scratch)
+        marker = scratch / MARKER
+        if marker.is_file() and marker.stat().st_size:
+            raise Refused(
+                f"{scratch} is an export, and the place where another one is made",
+                fix="Move it away, or name another place for that one",
+            )
         try:
-            (scratch / MARKER).touch()
+            marker.touch()
             _clear(scratch, out)
             made = scratch / MADE
             made.mkdir()
             yield made
         finally:
             _clear(scratch, out)
-            (scratch / MARKER).unlink(missing_ok=True)  # last: what has none is nobody's
+            marker.unlink(missing_ok=True)  # last: what has none is nobody's
             with suppress(OSError):  # somebody has put something there
                 scratch.rmdir()
     finally:
@@ -75,7 +85,6 @@ def put(made: Path, out: Path) -> None:
 
 
 def _alone(scratch: Path) -> int:
-    """A descriptor of the directory, which nobody else has meanwhile; it is made if need be."""
     while True:
         try:
             scratch.mkdir(parents=True, exist_ok=True)
@@ -106,17 +115,6 @@ def _alone(scratch: Path) -> int:
         os.close(descriptor)
 
 
-def _check_scratch(scratch: Path) -> None:
-    """Refused when the directory holds anything but what `making` has left, as an export does."""
-    check_ours(scratch)
-    marker = scratch / MARKER
-    if marker.is_file() and marker.stat().st_size:
-        raise Refused(
-            f"{scratch} is an export, and the place where another one is made",
-            fix="Move it away, or name another place for that one",
-        )
-
-
 def _clear(scratch: Path, out: Path | None) -> None:
     """Removes what is there but for the marker; what `put` has taken from `out` goes back first,
     if nothing took its place.
@@ -124,8 +122,10 @@ def _clear(scratch: Path, out: Path | None) -> None:
     if out is not None and (scratch / OLD).exists() and not out.exists():
         (scratch / OLD).rename(out)
     for left in scratch.iterdir():
-        if left.name != MARKER:
-            _remove(left)
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        elif left.name != MARKER:
+            left.unlink()
 
 
 def _exchanged(one: Path, other: Path) -> bool:
@@ -141,8 +141,69 @@ def _exchanged(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def check_model(directory: Path, run: Path) -> None:
+    """Returns if a directory may hold a model, and `run` may be made of it; NotFound, ConfigError,
+    Refused.
+    """
+    if not directory.is_dir():
+        file = directory.exists()
+        raise NotFound(
+            f"{directory} is no directory" if file else f"there is no directory {directory}",
+            fix="Name a Hugging Face directory",
+        )
+    if (directory / "job.json").is_file():
+        raise Refused(
+            f"{directory} is a run already",
+            fix="Name a Hugging Face directory, as its `model` is one",
+        )
+    if not (directory / TOKENIZER).is_file():
+        raise ConfigError(
+            f"{directory} has no {TOKENIZER}",
+            fix="Save its tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        )
+    if not (directory / CONFIG).is_file():
+        raise ConfigError(
+            f"{directory} has no {CONFIG}",
+            fix="Name a directory as `save_pretrained` writes one; of adapters, the merged model's",
+        )
+    if run.exists():
+        raise Refused(f"{run} is there already", fix="Name another --out")
+
+
+def check_out(out: str) -> None:
+    """Returns if a model may be written there, as far as that can be told at once; ConfigError,
+    Refused when something else lies there.
+    """
+    if not is_url(out):
+        if not Path(out).resolve().name:
+            raise ConfigError(f"{out} takes no model", fix="Name a directory of its own: --out DIR")
+        check_ours(Path(out))
+    elif out.startswith("memory://"):
+        raise ConfigError(
+            f"{without_secrets(out)} ends with the process that writes there",
+            where="--out",
+            fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
+        )
+
+
+def trouble(error: OSError) -> MeshError:
+    """What a person is told of a file that cannot be read or written."""
+    why = error.strerror or str(error)
+    where = str(error.filename2 or error.filename or "")
+    if error.errno in FULL:
+        return StorageFull(
+            f"there is no room: {why}",
+            where=where,
+            fix="Free some, or name a place on another disk; nothing is left there half",
+        )
+    if error.errno in _DENIED:
+        return Refused(
+            f"this user may not do so: {why}",
+            where=where,
+            fix="Name a place that you may write to, or ask whose it is",
+        )
+    return MeshError(
+        f"a file or directory cannot be read or written: {why}",
+        where=where,
+        fix="See that the path is what you mean, and that its disk answers",
+    )

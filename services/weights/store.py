@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,17 +59,15 @@ from common.records.checkpoints import (
 )
 from common.state import jobs
 from common.weights.bulk.port import ChunkStore
-from common.weights.chunks.chunks import failure
+from common.weights.chunks.chunks import WHY, failure
 from common.weights.layout.manifest import joined, packed, unpacked
-from common.weights.store.weight_store import WHY
 from services.weights import home
 from services.weights.deltas import DeltaSets, WithDeltas
-from services.weights.errands import Errands, TaskProgress
+from services.weights.home import Errands, TaskProgress
 from services.weights.keeping.records import IO_S, JOBS, JobRecords
 from services.weights.keeping.retention import Number
-from services.weights.keeping.sweeping import Sweeper, SweepPace
-from services.weights.keeping.untold import Untold
-from services.weights.relay.tracker import Tracker
+from services.weights.keeping.sweeping import Sweeper, SweepPace, Untold
+from services.weights.relaying import Tracker
 
 T = TypeVar("T")
 HOME_S = 900.0  # to rename and remove files at a run's home; see the deadlines of the calls
@@ -95,7 +93,7 @@ class WeightStore(WithDeltas):
         # The last operation of a shard with samples, the last shards that had one.
         self._kept: dict[tuple[str, int, str], str] = {}
         self.records = JobRecords(mesh.host, chunks.directory / JOBS)
-        self._untold = Untold(mesh)
+        self._untold = Untold(mesh, chunks.untold)
         self._errands = errands or Errands(mesh)
         self._tracker = Tracker(mesh.clock, mesh.name)
         self.deltas = DeltaSets(mesh)
@@ -106,7 +104,7 @@ class WeightStore(WithDeltas):
             self._untold,
             self.deltas,
             self._manifest,
-            self._forget,
+            self._manifests,
             pace,
         )
 
@@ -127,7 +125,6 @@ class WeightStore(WithDeltas):
         await self._errands.stop()
 
     async def sweep_forever(self) -> None:
-        """Deletes what nothing can need again."""
         await self.sweeper.forever()
 
     @call(Weights.stage)
@@ -149,7 +146,7 @@ class WeightStore(WithDeltas):
             await self.mesh.host.run_blocking(self._touch, manifest, deadline_s=IO_S)
         except (Refused, NotFound, Damaged):
             del versions[digest]
-            self._forget(digest)
+            self._manifests.pop(digest, None)
             raise
         await self.mesh.host.run_blocking(self.chunks.write, content, deadline_s=IO_S)
         await self.records.save(manifest.job)
@@ -205,7 +202,6 @@ class WeightStore(WithDeltas):
 
     @call(Weights.sources)
     def sources(self, request: Seek) -> Sources:
-        """Who is to be asked for the chunks that a process lacks."""
         return self._tracker.answer(request)
 
     @call(Weights.examine)
@@ -230,9 +226,6 @@ class WeightStore(WithDeltas):
         await self._untold.tell_all()
         return whole
 
-    def _forget(self, digest: str) -> None:
-        self._manifests.pop(digest, None)
-
     # -- checkpoints -----------------------------------------------------------------------------
 
     @call(Weights.save)
@@ -242,45 +235,31 @@ class WeightStore(WithDeltas):
         # successor has committed, so the name tells the weights too.
         name = checkpoint_name(request.lineage, request.step, request.weights)
         check_paths(request.files)
-        await self._still_stored(request.weights)
+        manifest, run = await self._manifest(request.weights), self.mesh.host.run_blocking
+        await self._touch_manifest(request.weights)
+        await self._touch_base(manifest)
+        await run(self._touch, manifest, deadline_s=IO_S)
         row = await jobs.job(self.mesh.state, request.job)
         record = self.records.of(request.job)
         if record.run_dir != row.run_dir:
             record.run_dir = row.run_dir
             await self.records.save(request.job)
-        document = {
-            "job": request.job,
-            "lineage": request.lineage,
-            "step": request.step,
-            "weights": request.weights,
-            "account": request.account,
-            "files": request.files,
-            "image": request.image,
-            "masters": request.masters,
-        }
-        content = sealed(document)
-        path = _path(row, name)
-        await self.mesh.host.run_blocking(self._write, path, content, deadline_s=IO_S)
+        await run(self._write, _path(row, name), sealed(asdict(request)), deadline_s=IO_S)
         return Saved(name)
-
-    async def _still_stored(self, digest: str) -> None:
-        manifest = await self._manifest(digest)
-        touched = await self.mesh.host.run_blocking(self.chunks.touch, digest, deadline_s=IO_S)
-        if not touched:
-            raise Refused(f"manifest {digest} is not stored any more", where=self.mesh.name)
-        await self._touch_base(manifest)
-        await self.mesh.host.run_blocking(self._touch, manifest, deadline_s=IO_S)
 
     async def _touch_base(self, manifest: Manifest) -> None:
         """Of what adapters are added to only that counts which is not theirs."""
         if manifest.base is None:
             return
-        run, digest = self.mesh.host.run_blocking, manifest.base.digest
-        whole = joined(manifest, await self._manifest(digest))
-        if not await run(self.chunks.touch, digest, deadline_s=IO_S):
-            raise Refused(f"manifest {digest} is not stored any more", where=self.mesh.name)
+        whole = joined(manifest, await self._manifest(manifest.base.digest))
+        await self._touch_manifest(manifest.base.digest)
         shared = whole.tensors[: len(whole.tensors) - len(manifest.tensors)]
-        await run(self._touch, replace(manifest, tensors=shared), deadline_s=IO_S)
+        others = replace(manifest, tensors=shared)
+        await self.mesh.host.run_blocking(self._touch, others, deadline_s=IO_S)
+
+    async def _touch_manifest(self, digest: str) -> None:
+        if not await self.mesh.host.run_blocking(self.chunks.touch, digest, deadline_s=IO_S):
+            raise Refused(f"manifest {digest} is not stored any more", where=self.mesh.name)
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
@@ -311,15 +290,16 @@ class WeightStore(WithDeltas):
     @call(Weights.set_aside)
     async def set_aside(self, request: SetAside) -> Aside:
         path = _path(await jobs.job(self.mesh.state, request.job), request.name)
-        aside = await self._home(self._put_aside, path, request)
+
+        def put_aside() -> Path | None:
+            aside = set_aside(path)
+            if aside is not None:
+                self._untold.add({**request.told, "aside": str(aside)}, request.op)
+            return aside
+
+        aside = await self._home(put_aside)
         await self._untold.tell_all()
         return Aside(str(aside or ""))
-
-    def _put_aside(self, path: Path, request: SetAside) -> Path | None:
-        aside = set_aside(path)
-        if aside is not None:
-            self._untold.add({**request.told, "aside": str(aside)}, request.op)
-        return aside
 
     @call(Weights.clear)
     async def clear(self, request: Clear) -> Cleared:
@@ -333,7 +313,8 @@ class WeightStore(WithDeltas):
                 damage.fields("checkpoint", path, why, then, job=request.job, aside=aside)
             )
 
-        await self._home(home.clear, _directory(row), request.committed, tell)
+        directory = Path(row.run_dir) / "checkpoints"
+        await self._home(home.clear, directory, request.committed, tell)
         await self._untold.tell_all()
         return Cleared()
 
@@ -374,23 +355,17 @@ class WeightStore(WithDeltas):
         return told
 
     async def _home(self, work: Callable[..., T], *args: Any) -> T:
-        """What is done with files at a run's home."""
         return await self.mesh.host.run_blocking(work, *args, deadline_s=HOME_S)
 
     @call(Weights.load)
     async def load(self, request: Load) -> Checkpoint:
-        """NotFound, or Damaged when its manifest is not what was written."""
         path = _path(await jobs.job(self.mesh.state, request.job), request.name)
         held = await self.mesh.host.run_blocking(manifest_of, path, deadline_s=IO_S)
         return Checkpoint(**held)
-
-
-def _directory(row: jobs.JobRow) -> Path:
-    return Path(row.run_dir) / "checkpoints"
 
 
 def _path(row: jobs.JobRow, name: str) -> Path:
     """Of a checkpoint's manifest; BadMessage for what is no name of one."""
     if not NAME.fullmatch(name):
         raise BadMessage(f"{name!r:.80} is no name of a checkpoint")
-    return _directory(row) / f"{name}.json"
+    return Path(row.run_dir) / "checkpoints" / f"{name}.json"

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable, fr
 from common.base.files.at_url import without_secrets
 from common.mesh.process.answers import said_by
 from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import events, jobs
+from common.state import jobs
+from services.weights.copying import patiently_tell
 from services.weights.keeping.pins import pins
 from services.weights.keeping.records import IO_S, JobRecords
 from services.weights.keeping.retention import Number, lasting
@@ -31,15 +29,11 @@ LOOK_S = 2.0  # between two looks at what is to be there
 AGAIN_S = 5.0  # after an error; twice as long after each further one
 LATEST_AGAIN_S = 60.0
 COPY_S = 6 * 3600.0  # of what a look has found: versions may have hundreds of GB, and links be slow
-
-
 SHOWN = 3  # troubles of a job that are told
 
 
 @dataclass
 class _Trouble:
-    """Why a version is not copied."""
-
     due: float  # when it is tried again, by the monotonic clock
     again_s: float
     name: str  # of the version
@@ -47,24 +41,23 @@ class _Trouble:
 
 
 class VersionCopies:
-    """Of all jobs of a mesh, in turn."""
-
     def __init__(
         self, mesh: Mesh, records: JobRecords, store: Path, look_s: float = LOOK_S
     ) -> None:
-        """`store`: the directory with its files."""
         self._mesh, self._records, self._store, self._look_s = mesh, records, store, look_s
         self._there: dict[tuple[str, str], set[str]] = {}  # manifests by run directory and place
         self._troubles: dict[str, dict[str, _Trouble]] = {}  # by job and manifest
         self.copied = 0
 
     def stats(self) -> dict[str, Any]:
-        found = ((job, _shown(self._troubles[job])) for job in sorted(self._troubles))
-        told = "; ".join(f"{job}: {why}" for job, why in found if why)
-        return {"versions_copied": self.copied, "copies_trouble": told}
+        told = []
+        for job, troubles in sorted(self._troubles.items()):
+            whys = [f"version {trouble.name}: {trouble.error}" for trouble in troubles.values()]
+            more = [f"and {len(whys) - SHOWN} more"] if len(whys) > SHOWN else []
+            told += [f"{job}: {', '.join([*whys[:SHOWN], *more])}"] if whys else []
+        return {"versions_copied": self.copied, "copies_trouble": "; ".join(told)}
 
     async def forever(self) -> None:
-        """Looks again and again; what fails is told once, and tried again."""
         while True:
             await self._mesh.clock.sleep(self._look_s)
             try:
@@ -83,12 +76,20 @@ class VersionCopies:
             return
         there = self._there.setdefault((row.run_dir, place), set())
         try:
-            lacking = await self._for_good(row) - there
+            run = self._mesh.host.run_blocking
+            pinned = await run(pins, self._store, row.id, deadline_s=IO_S)
         except StateUnavailable:
             return
         except (MeshError, OSError) as error:
             self._mesh.telemetry.log.warning("copies", job=row.id, error=str(error))
             return
+        current, asked = Number(row.lineage, row.version), row.document["weights"]
+        kept = lasting(self._records.of(row.id).versions, current, asked)
+        # What nothing but a person or a better one ends, and the last one of a job that is over.
+        lacking = {manifest for manifest, key in kept.items() if key == "keep_every"}
+        lacking |= {manifest for manifest, pin in pinned.items() if pin.run == row.run_dir}
+        lacking |= {row.best_manifest} | ({row.manifest} if row.ended else set())
+        lacking -= there | {""}
         for manifest in troubles.keys() - lacking:
             del troubles[manifest]  # it is to go
         now = self._mesh.clock.monotonic()
@@ -96,19 +97,6 @@ class VersionCopies:
         if due:
             # Those that have failed come last: one that ends its process delays no other.
             await self._copy(row, place, sorted(due, key=lambda m: (m in troubles, m)), there)
-
-    async def _for_good(self, row: jobs.JobRow) -> set[str]:
-        """The manifests of versions that nothing but a person or a better one ends, and of the last
-        one of a job that is over.
-        """
-        versions = self._records.of(row.id).versions
-        asked = lasting(versions, Number(row.lineage, row.version), row.document.get("weights", {}))
-        found = {manifest for manifest, key in asked.items() if key == "keep_every"}
-        run = self._mesh.host.run_blocking
-        pinned = await run(pins, self._store, row.id, deadline_s=IO_S)
-        found |= {manifest for manifest, pin in pinned.items() if pin.run == row.run_dir}
-        found |= {row.best_manifest} | ({row.manifest} if row.ended else set())
-        return found - {""}
 
     async def _copy(
         self, row: jobs.JobRow, place: str, manifests: list[str], there: set[str]
@@ -118,7 +106,11 @@ class VersionCopies:
         """
         began = self._mesh.clock.monotonic()
         try:
-            told = await self._told(row, place, manifests)
+            words = [sys.executable, "-m", "services.weights.versions", "copy", f"--to={place}"]
+            logs = Path(self._mesh.settings.run_root) / "mesh" / "logs"
+            words += ["--", row.run_dir, *manifests]
+            said = await said_by(self._mesh.host, words, f"copies/{row.id}", logs, COPY_S)
+            told = outcomes(said[0], manifests, ended=said[1])
         except (MeshError, OSError) as error:  # nothing can be copied at the moment
             told = {manifest: error for manifest in manifests}
         took_s = round(self._mesh.clock.monotonic() - began, 3)
@@ -130,17 +122,8 @@ class VersionCopies:
             self._troubles[row.id].pop(manifest, None)
             if outcome:
                 self.copied += 1
-                await self._event("version_copied", {"job": row.id, "took_s": took_s} | outcome)
-
-    async def _told(
-        self, row: jobs.JobRow, place: str, manifests: list[str]
-    ) -> dict[str, dict[str, Any] | MeshError | OSError]:
-        """What the process that copies has told of each version, in turn; see `copied` there."""
-        words = [sys.executable, "-m", "services.weights.versions", "copy", f"--to={place}"]
-        logs = Path(self._mesh.settings.run_root) / "mesh" / "logs"
-        words += ["--", row.run_dir, *manifests]
-        said = await said_by(self._mesh.host, words, f"copies/{row.id}", logs, COPY_S)
-        return outcomes(said[0], manifests, ended=said[1])
+                copied = {"job": row.id, "took_s": took_s} | outcome
+                await patiently_tell(self._mesh, "version_copied", copied)
 
     async def _failed(
         self, row: jobs.JobRow, place: str, manifest: str, error: MeshError | OSError
@@ -157,12 +140,8 @@ class VersionCopies:
         log = self._mesh.telemetry.log
         log.error("a version is not copied", job=row.id, version=name, error=str(error))
         told = {"job": row.id, "version": name, "manifest": manifest, "error": str(error)}
-        await self._event("version_copy_failed", told | {"url": without_secrets(place)})
-
-    async def _event(self, kind: str, fields: dict[str, Any]) -> None:
-        op = uuid.uuid4().hex
-        append = partial(events.append, self._mesh.state, kind, fields, op)
-        await patiently(self._mesh.clock, append)
+        told |= {"url": without_secrets(place)}
+        await patiently_tell(self._mesh, "version_copy_failed", told)
 
 
 def outcomes(
@@ -184,11 +163,9 @@ def outcomes(
         last = told
         if "manifest" in told:
             error = told.get("error")
-            found[told["manifest"]] = (
-                from_wire(error["code"], error["text"]) if error else told["copied"]
-            )
+            found[told["manifest"]] = from_wire(**error) if error else told["copied"]
     if "manifest" not in last and (error := last.get("error")):
-        raise from_wire(error["code"], error["text"])
+        raise from_wire(**error)
     if untold := [manifest for manifest in manifests if manifest not in found]:
         found[untold[0]] = (
             MeshError(
@@ -201,9 +178,3 @@ def outcomes(
             )
         )
     return found
-
-
-def _shown(troubles: dict[str, _Trouble]) -> str:
-    whys = [f"version {trouble.name}: {trouble.error}" for trouble in troubles.values()]
-    more = [f"and {len(whys) - SHOWN} more"] if len(whys) > SHOWN else []
-    return ", ".join([*whys[:SHOWN], *more])

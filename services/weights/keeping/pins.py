@@ -47,8 +47,14 @@ def all_pins(store: Path) -> dict[str, dict[str, Pin]]:
 
 def pins(store: Path, job: str) -> dict[str, Pin]:
     """Those of a job, by manifest. A file that is damaged pins by its name."""
-    found = _directory(store, job).glob("*.json")
-    return {path.stem: _read(path) for path in found if len(path.stem) == DIGITS}
+    found: dict[str, Pin] = {}
+    for path in _directory(store, job).glob("*.json"):
+        if len(path.stem) == DIGITS:
+            try:
+                found[path.stem] = Pin(**documents.decode(path.read_bytes(), str(path)))
+            except (Damaged, TypeError, FileNotFoundError):
+                found[path.stem] = Pin("", -1, -1, "its file is damaged")
+    return found
 
 
 def pin(chunks: ChunkStore, job: str, manifest: str, made: Pin) -> None:
@@ -111,10 +117,3 @@ def unpin(store: Path, job: str, manifest: str) -> bool:
 
 def _directory(store: Path, job: str) -> Path:
     return store / PINS / quote(job, safe="")
-
-
-def _read(path: Path) -> Pin:
-    try:
-        return Pin(**documents.decode(path.read_bytes(), str(path)))
-    except (Damaged, TypeError, FileNotFoundError):
-        return Pin("", -1, -1, "its file is damaged")

@@ -7,6 +7,7 @@ on a disk, and no step is lost. Before it comes to that, an event and `meshrl st
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +62,10 @@ class Quotas:
 
     async def refuse(self, row: jobs.JobRow, offered: Manifest) -> None:
         """QuotaExceeded when the job's versions with this one would have too many bytes."""
-        quota = quota_of(row)
-        if quota and await self._bytes(row.id, offered) > quota:
+        quota, record = quota_of(row), self._records.of(row.id)
+        if quota and await self._bytes(record.versions, offered) > quota:
             await self._make_room(row.id, offered.version)
-        if not quota or (held := await self._bytes(row.id, offered)) <= quota:
+        if not quota or (held := await self._bytes(record.versions, offered)) <= quota:
             self._refusals.pop(row.id, None)
             return
         self.refused += 1
@@ -72,27 +73,23 @@ class Quotas:
             f"with version {offered.version} the versions of {row.id} have "
             f"{shown(held)}, and its quota is {shown(quota)}"
         )
-        await self._tell(row.id, offered.version, why, {"held": held, "quota": quota})
+        refusal = self._refusal(row.id, offered.version)
+        if not refusal.why:  # once for each version that is refused
+            told = {"job": row.id, "version": offered.version, "why": why, "fix": FIX}
+            about = told | {"held": held, "quota": quota}
+            await events.append(self._mesh.state, REFUSED, about)
+        refusal.why = f"{why}: training waits"
         raise QuotaExceeded(why, where="weights.quota_gb", fix=FIX)
 
     async def _make_room(self, job: str, version: int) -> None:
-        """The versions before may be needed no longer: looks at once, and then ever more rarely,
-        as who is refused asks again at once, and the store looks by itself every few seconds.
+        """Sweeps at once, and then ever more rarely: who is refused asks again at once, and the
+        store sweeps by itself every few seconds.
         """
         now, refusal = self._mesh.clock.monotonic(), self._refusal(job, version)
-        if now < refusal.sweep_at:
-            return
-        refusal.sweep_at = now + refusal.again_s
-        refusal.again_s = min(2 * refusal.again_s, LATEST_AGAIN_S)
-        await self._sweep()
-
-    async def _tell(self, job: str, version: int, why: str, sizes: dict[str, int]) -> None:
-        """Once for each version that is refused."""
-        refusal = self._refusal(job, version)
-        if not refusal.why:
-            told = {"job": job, "version": version, "why": why, "fix": FIX}
-            await events.append(self._mesh.state, REFUSED, told | sizes)
-        refusal.why = f"{why}: training waits"
+        if now >= refusal.sweep_at:
+            refusal.sweep_at = now + refusal.again_s
+            refusal.again_s = min(2 * refusal.again_s, LATEST_AGAIN_S)
+            await self._sweep()
 
     def _refusal(self, job: str, version: int) -> _Refusal:
         """That of the version. A sweep may have let go of it since, and another have taken its
@@ -104,7 +101,6 @@ class Quotas:
         return found
 
     async def look(self, rows: Iterable[jobs.JobRow]) -> None:
-        """Tells of jobs whose next version would be refused, once each time it comes to that."""
         near = dict[str, str]()
         waiting = {row.id: row.version for row in rows if not row.ended}
         for job, refusal in list(self._refusals.items()):
@@ -114,7 +110,8 @@ class Quotas:
             quota = 0 if row.ended else quota_of(row)
             if not quota or not row.manifest:
                 continue
-            held, last = await self._bytes(row.id), await self._of([row.manifest])
+            held = await self._bytes(self._records.of(row.id).versions)
+            last = await self._bytes([row.manifest])
             if held + last <= quota:
                 continue
             near[row.id] = (
@@ -127,27 +124,18 @@ class Quotas:
             self._near[row.id] = near[row.id]
         self._near = near
 
-    async def _bytes(self, job: str, offered: Manifest | None = None) -> int:
-        """Bytes of all versions that the store keeps of a job, and one that is offered; a chunk
-        that several have counts once.
-        """
-        return await self._of(self._records.of(job).versions, offered)
-
-    async def _of(self, digests: Iterable[str], offered: Manifest | None = None) -> int:
+    async def _bytes(self, digests: Iterable[str], offered: Manifest | None = None) -> int:
+        """Bytes of versions, and of one that is offered; a chunk that several have counts once."""
         found = [offered] if offered else []
         for digest in list(digests):
-            try:
+            with suppress(MeshError):  # it takes no room, or the sweep has complained of it
                 found.append(await self._manifest(digest))
-            except MeshError:  # it takes no room, or the sweep has complained of it
-                continue
         return sum(sizes(found).values())
 
 
 def quota_of(row: jobs.JobRow) -> int:
-    """Bytes; 0: there is none."""
     return int(row.document.get("weights", {}).get("quota_gb", 0.0) * GIB)
 
 
 def shown(count: int) -> str:
-    """Bytes for people."""
     return f"{count / GIB:.3g} GiB" if count >= GIB // 10 else f"{count / (1 << 20):.3g} MiB"

@@ -58,8 +58,6 @@ class JobVersions:
 
 @dataclass(frozen=True)
 class Lost:
-    """A record that was damaged."""
-
     job: str
     path: Path
     why: str
@@ -112,20 +110,15 @@ class JobRecords:
         return any(not record.known for record in self._records.values())
 
     async def save(self, job: str) -> None:
-        """Makes the job's record durable as it is now; StorageFull leaves the one before."""
         async with self._writing:
-            content = _content(self.of(job))
-            await self._host.run_blocking(self._write, self._path(job), content, deadline_s=IO_S)
+            path, content = _file(self._directory, job), _content(self.of(job))
+            await self._host.run_blocking(self._write, path, content, deadline_s=IO_S)
 
     async def forget(self, job: str) -> None:
-        """Removes the record of a job that was deleted."""
         async with self._writing:
             self._records.pop(job, None)
-            path = self._path(job)
+            path = _file(self._directory, job)
             await self._host.run_blocking(path.unlink, True, deadline_s=IO_S)
-
-    def _path(self, job: str) -> Path:
-        return _in(self._directory, job)
 
     def _write(self, path: Path, content: bytes) -> None:
         try:
@@ -147,41 +140,34 @@ class JobRecords:
             try:
                 found.append(record_in(path))
             except Damaged as error:
-                lost.append(self._replaced(path, error.message))
+                # What says that nobody knows the job's versions is durable before the damaged
+                # record goes: StorageFull leaves that where it is, for the next start.
+                job, unknown = unquote(path.stem), path.with_suffix(".unknown")
+                self._write(unknown, _content(JobVersions(job, known=False)))
+                aside = damage.set_aside(path, self._directory.parent)
+                unknown.rename(path)
+                sync(path.parent)
+                lost.append(Lost(job, path, error.message, aside))
         return found, lost
-
-    def _replaced(self, path: Path, why: str) -> Lost:
-        """What says that nobody knows the job's versions is durable before the damaged record goes:
-        StorageFull leaves that where it is, for the next start.
-        """
-        job, unknown = unquote(path.stem), path.with_suffix(".unknown")
-        self._write(unknown, _content(JobVersions(job, known=False)))
-        aside = damage.set_aside(path, self._directory.parent)
-        unknown.rename(path)
-        sync(path.parent)
-        return Lost(job, path, why, aside)
 
 
 def write_record(path: Path, record: JobVersions) -> None:
-    """Puts a record in place, for who makes a store."""
     documents.put(path, _content(record))
 
 
 def record_path(store: Path, job: str) -> Path:
-    """Where the record of a job lies, beside the chunks."""
-    return _in(store / JOBS, job)
+    return _file(store / JOBS, job)
 
 
-def _in(directory: Path, job: str) -> Path:
+def _file(directory: Path, job: str) -> Path:
     return directory / f"{quote(job, safe='')}.json"
 
 
 def _content(record: JobVersions) -> bytes:
     versions = {m: [number.lineage, number.version] for m, number in record.versions.items()}
-    written = {"job": record.job, "run_dir": record.run_dir, "versions": versions}
     newest = [record.newest.lineage, record.newest.version, record.newest_manifest]
-    found = {"newest": newest, "known": record.known, "anchors": sorted(record.anchors)}
-    return sealed(written | found)
+    told = {"versions": versions, "newest": newest, "anchors": sorted(record.anchors)}
+    return sealed({"job": record.job, "run_dir": record.run_dir, **told, "known": record.known})
 
 
 def record_in(path: Path) -> JobVersions:
@@ -190,10 +176,8 @@ def record_in(path: Path) -> JobVersions:
     try:
         versions = {digest: Number(*number) for digest, number in found["versions"].items()}
         lineage, version, manifest = found["newest"]
-        newest = Number(lineage, version), manifest
-        anchors = frozenset(found.get("anchors", ()))
-        about = versions, *newest, anchors, found["known"]
-        record = JobVersions(found["job"], found["run_dir"], *about)
+        about = versions, Number(lineage, version), manifest, frozenset(found.get("anchors", ()))
+        record = JobVersions(found["job"], found["run_dir"], *about, found["known"])
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise Damaged(f"it is no record of a job: {error!r}", where=str(path)) from error
     if record.job != unquote(path.stem):

@@ -31,8 +31,7 @@ def expired(names: Sequence[str], committed: str, keep: int) -> list[str]:
     """
     if committed not in names:
         return []
-    position = list(names).index(committed)
-    return list(names[: max(0, position + 1 - max(1, keep))])
+    return list(names[: max(0, list(names).index(committed) + 1 - max(1, keep))])
 
 
 def pinned(row: JobRow) -> set[str]:
@@ -43,6 +42,11 @@ def pinned(row: JobRow) -> set[str]:
     return {row.manifest, row.best_manifest, initial} - {""}
 
 
+def due_of(row: JobRow) -> tuple[int, int]:
+    """Which steps of a job are due a checkpoint: each so manieth, and the last one's number."""
+    return row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
+
+
 def awaited(row: JobRow, versions: Mapping[str, Number]) -> set[str]:
     """The manifests among `versions` that something is about to name.
 
@@ -50,9 +54,8 @@ def awaited(row: JobRow, versions: Mapping[str, Number]) -> set[str]:
     version that it was begun with, however long it is written; the next one is begun when it is
     done or given up, and before its own step commits, so no other than the newest is being written.
     """
-    every, last = row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
     current = Number(row.lineage, row.version)
-    written = Number(row.lineage, newest_due(row.version, every, last))
+    written = Number(row.lineage, newest_due(row.version, *due_of(row)))
     return {
         manifest for manifest, number in versions.items() if number > current or number == written
     }

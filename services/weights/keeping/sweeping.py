@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.api.transfer.bulk import GROUPS, PUBLISHED, WEIGHTS
 from common.api.weights import Manifest
@@ -18,16 +20,15 @@ from common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
 from common.base.files import damage
 from common.mesh.runtime.mesh import Mesh
 from common.records.checkpoints import manifest_of, newest_due, set_aside
-from common.state import groups, jobs, steps
+from common.state import events, groups, jobs, steps
 from common.state.lifecycle import deleting
 from common.weights.bulk.port import ChunkStore
-from common.weights.store.weight_store import tell
+from common.weights.chunks.chunks import DamageEvent
 from services.weights.deltas import DeltaSets
 from services.weights.keeping.pins import all_pins
 from services.weights.keeping.quotas import Quotas
-from services.weights.keeping.records import IO_S, JobRecords, JobVersions
-from services.weights.keeping.retention import Number, awaited, expired, lasting, pinned
-from services.weights.keeping.untold import Untold
+from services.weights.keeping.records import IO_S, JobRecords
+from services.weights.keeping.retention import Number, awaited, due_of, expired, lasting, pinned
 
 T = TypeVar("T")
 SWEEP_S = 5.0
@@ -40,6 +41,37 @@ REMOVAL_S = 3600.0  # deadline for directories of checkpoints, of any size
 GONE = "expired-"  # begins the name of a directory that is being removed
 
 
+class Untold:
+    """Events in the order in which the damage was found. Nobody finds it a second time."""
+
+    def __init__(self, mesh: Mesh, waiting: deque[DamageEvent]) -> None:
+        """`waiting`: to which those who find damage add, too."""
+        self._mesh, self._waiting = mesh, waiting
+        self._telling = asyncio.Lock()
+
+    def add(self, told: dict[str, Any], op: str = "") -> None:
+        """Has it told with the next `tell_all`, which a sweep does every few seconds. From any
+        thread: whoever moves a file adds it in the same breath, and no caller's end comes between.
+        """
+        self._waiting.append((told, op or uuid.uuid4().hex))
+
+    async def tell(self, told: dict[str, Any]) -> None:
+        """Tells it now, or with a later `tell_all`."""
+        self.add(told)
+        await self.tell_all()
+
+    async def tell_all(self) -> None:
+        """Tells what it can; while Redis takes none, the rest waits."""
+        async with self._telling:
+            while self._waiting:
+                try:
+                    await events.append(self._mesh.state, damage.EVENT, *self._waiting[0])
+                except MeshError as error:
+                    self._mesh.telemetry.log.warning("damage is untold", error=str(error))
+                    return
+                self._waiting.popleft()
+
+
 @dataclass(frozen=True)
 class SweepPace:
     """How often a store is swept, and how soon what it needs no more goes."""
@@ -50,15 +82,13 @@ class SweepPace:
 
 @dataclass
 class _Need:
-    """What the jobs need."""
-
     manifests: set[str] = field(default_factory=set)
     groups: set[str] = field(default_factory=set)
     leftovers: list[Path] = field(default_factory=list)  # files of checkpoints that are not needed
 
 
 class Sweeper:
-    """`manifest` reads one; `forget` is told which digests are gone."""
+    """`manifest` reads one; of those that are gone none stays in `manifests`."""
 
     def __init__(
         self,
@@ -68,12 +98,12 @@ class Sweeper:
         untold: Untold,
         deltas: DeltaSets,
         manifest: Callable[[str], Awaitable[Manifest]],
-        forget: Callable[[str], None],
+        manifests: dict[str, Manifest],
         pace: SweepPace,
     ) -> None:
         self._mesh, self._chunks, self._records = mesh, chunks, records
         self._pace = pace
-        self._untold, self._manifest, self._forget = untold, manifest, forget
+        self._untold, self._manifest, self._manifests = untold, manifest, manifests
         self._deltas = deltas
         self._named: set[str] = set()  # by a version or a group, at the last sweep
         # Found so when, and last written when, by space.
@@ -99,7 +129,6 @@ class Sweeper:
                 self._removal.cancel()
 
     async def sweep(self) -> None:
-        """Looks once at all that is there, and lets go of what nothing needs."""
         async with self._sweeping:
             self.sweeps += 1
             rows = await self._swept()
@@ -107,10 +136,16 @@ class Sweeper:
 
     async def _swept(self) -> list[jobs.JobRow]:
         await self._untold.tell_all()
-        await tell(self._mesh, self._chunks.untold)  # what clients on other hosts wrote again
         rows = await jobs.jobs(self._mesh.state)
         for row in rows:
-            await self._make_known(row)
+            if row.id in self._known:
+                continue
+            # What Redis tells of the versions that somebody is about to name, once in this start.
+            since = max(0, newest_due(row.version, *due_of(row)) - 1)
+            told = await steps.step_rows(self._mesh.state, row.id, since)
+            versions = {step["manifest"]: Number(step["lineage"], step["step"]) for step in told}
+            await self._records.make_known(row.id, row.run_dir, versions)
+            self._known.add(row.id)
         pinned_by_job = await self._run(all_pins, self._chunks.directory)
         for row in rows:
             await self._records.take_up(row.id, row.run_dir, pinned_by_job.get(row.id, {}))
@@ -121,7 +156,10 @@ class Sweeper:
         # What hosts tell of may have been collected since: only what is on record can be kept.
         on_record = {manifest for versions in held.values() for manifest in versions}
         need.manifests |= (anchored := self._deltas.anchored()) & on_record
-        need.manifests |= await self._bases(need.manifests)
+        for digest in list(need.manifests):  # the versions that adapters are added to
+            with suppress(NotFound, Damaged, BadMessage, Refused):  # `_contents` complains of it
+                if (base := (await self._manifest(digest)).base) is not None:
+                    need.manifests.add(base.digest)
         live = need.groups | await self._contents(need.manifests, needed=True)
         live |= self._deltas.beside(need.manifests)
         passed = {m for versions in held.values() for m in versions} - need.manifests
@@ -140,17 +178,6 @@ class Sweeper:
             await deleting.let_go(self._mesh.state, job)
         return rows
 
-    async def _make_known(self, row: jobs.JobRow) -> None:
-        """What Redis tells of the versions that somebody is about to name, once in this start."""
-        if row.id in self._known:
-            return
-        every, last = row.document["training"]["checkpoint_every"], row.document["budget"]["steps"]
-        since = max(0, newest_due(row.version, every, last) - 1)
-        told = await steps.step_rows(self._mesh.state, row.id, since)
-        versions = {step["manifest"]: Number(step["lineage"], step["step"]) for step in told}
-        await self._records.make_known(row.id, row.run_dir, versions)
-        self._known.add(row.id)
-
     # -- what is needed --------------------------------------------------------------------------
 
     async def _need(
@@ -160,27 +187,26 @@ class Sweeper:
         for row in rows:
             need.groups |= await groups.digests(self._mesh.state, row.id)
             versions = held.get(row.id, {})
-            need.manifests |= pinned(row) | awaited(row, versions) | _asked(row, versions)
-            directory = _directory(row.run_dir)
+            current, asked = Number(row.lineage, row.version), row.document.get("weights", {})
+            need.manifests |= pinned(row) | awaited(row, versions)
+            need.manifests |= lasting(versions, current, asked).keys()
+            directory = Path(row.run_dir) / "checkpoints"
             # Before any expires: one that is damaged takes nobody's place.
             weights = await self._of_checkpoints(directory, await self._run(_names, directory))
             names = await self._run(_unexpired, row)
             if row.checkpoint and row.checkpoint not in names:  # is its disk not there?
                 need.manifests |= versions.keys()
             need.manifests |= {weights[name] for name in names if name in weights}
-            need.leftovers += await self._run(_leftovers, directory)
+            need.leftovers += await self._run(_named, directory, f"{GONE}*")
         known = {row.id for row in rows} | deleted  # nothing is needed of those
         for record in self._records:
             if record.job not in known:  # to Redis, which has lost it: a resume will come for it
-                need.manifests |= held.get(record.job, {}).keys() | await self._resumable(record)
+                need.manifests |= held.get(record.job, {}).keys()
+                if record.run_dir:
+                    directory = Path(record.run_dir) / "checkpoints"
+                    names = await self._run(_names, directory)
+                    need.manifests |= set((await self._of_checkpoints(directory, names)).values())
         return need
-
-    async def _resumable(self, record: JobVersions) -> set[str]:
-        if not record.run_dir:
-            return set()
-        directory = _directory(record.run_dir)
-        named = await self._of_checkpoints(directory, await self._run(_names, directory))
-        return set(named.values())
 
     async def _of_checkpoints(self, directory: Path, names: Iterable[str]) -> dict[str, str]:
         """The manifests of weights that checkpoints name; what is damaged is set aside."""
@@ -218,53 +244,37 @@ class Sweeper:
                 found |= {tensor.chunk for tensor in (await self._manifest(digest)).tensors}
             except (NotFound, Damaged, BadMessage, Refused) as error:  # of an earlier version
                 if self._complain(digest, error) and needed and isinstance(error, NotFound):
-                    await self._tell_missing(digest)
+                    path, then = self._chunks.path(digest), damage.FATES["weights"].then
+                    await self._untold.tell(damage.fields("weights", path, "it is missing", then))
             else:
                 self._unreadable.pop(digest, None)
         return found
 
-    async def _bases(self, manifests: Iterable[str]) -> set[str]:
-        """The versions that adapters among these are added to."""
-        found = set[str]()
-        for digest in manifests:
-            with suppress(NotFound, Damaged, BadMessage, Refused):  # `_contents` complains of it
-                if (base := (await self._manifest(digest)).base) is not None:
-                    found.add(base.digest)
-        return found
-
     def _complain(self, what: str, error: MeshError) -> bool:
-        """Whether it was news."""
         if what in self._unreadable:
             return False
         self._unreadable[what] = self._mesh.clock.monotonic()
         self._mesh.telemetry.log.error("cannot be kept", what=what, error=str(error))
         return True
 
-    async def _tell_missing(self, manifest: str) -> None:
-        path, then = self._chunks.path(manifest), damage.FATES["weights"].then
-        told = damage.fields("weights", path, "it is missing", then)
-        await self._untold.tell(told)
-
-    def _holds(self, now: float) -> bool:
-        """Whether a version that is needed cannot be read for now: while it may be written again,
-        its chunks are not taken for what nobody has named.
-        """
-        return any(now - since < ORPHAN_S for since in self._unreadable.values())
-
     # -- what goes -------------------------------------------------------------------------------
 
     async def _delete(self, ended: set[str], live: set[str]) -> None:
         """`ended` are named no longer; what is written again in its grace becomes an orphan."""
         now = self._mesh.clock.monotonic()
-        orphans = now >= self._orphans_at and not self._holds(now)
+        # While a version that cannot be read may be written again, nobody has named its chunks.
+        unread = any(now - since < ORPHAN_S for since in self._unreadable.values())
+        orphans = now >= self._orphans_at and not unread
         if orphans:
             self._orphans_at = now + ORPHANS_S
-            await self._delete_published()
+            published = self._chunks.space(PUBLISHED)  # it is published again on request
+            old = await self._run(published.older_than, ORPHAN_S, self._mesh.clock.wall())
+            await self._run(published.delete, old)
         for space, dead in self._dead.items():
             chunks = self._chunks.space(space)
             for digest in await self._delete_in(chunks, dead, ended, live, orphans):
                 if digest not in live:
-                    self._forget(digest)
+                    self._manifests.pop(digest, None)
 
     async def _delete_in(
         self,
@@ -274,7 +284,6 @@ class Sweeper:
         live: set[str],
         orphans: bool,
     ) -> Iterable[str]:
-        """Delete what is due of one space, and return its digests."""
         now, grace_s = self._mesh.clock.monotonic(), self._pace.grace_s
         new = await self._run(chunks.written, ended - dead.keys())
         dead |= {digest: (now, written) for digest, written in new.items()}
@@ -289,12 +298,6 @@ class Sweeper:
         for digest in due:
             dead.pop(digest, None)
         return due.keys()
-
-    async def _delete_published(self) -> None:
-        """Delete what was published long ago; it is published again on request."""
-        published = self._chunks.space(PUBLISHED)
-        old = await self._run(published.older_than, ORPHAN_S, self._mesh.clock.wall())
-        await self._run(published.delete, old)
 
     async def _record(
         self, job: str, versions: dict[str, Number], needed: set[str], anchored: set[str]
@@ -313,43 +316,38 @@ class Sweeper:
         """Removes files in the background, one sweep's after the other's; what fails is tried
         again.
         """
-        if directories and (self._removal is None or self._removal.done()):
-            self._removal = asyncio.create_task(self._removed(directories), name="remove")
 
-    async def _removed(self, directories: list[Path]) -> None:
-        for directory in directories:
-            try:
-                run = self._mesh.host.run_blocking
-                await run(shutil.rmtree, directory, deadline_s=REMOVAL_S)
-            except (MeshError, OSError) as error:
-                self._mesh.telemetry.log.warning("removal", error=str(error))
+        async def removed() -> None:
+            for directory in directories:
+                try:
+                    run = self._mesh.host.run_blocking
+                    await run(shutil.rmtree, directory, deadline_s=REMOVAL_S)
+                except (MeshError, OSError) as error:
+                    self._mesh.telemetry.log.warning("removal", error=str(error))
+
+        if directories and (self._removal is None or self._removal.done()):
+            self._removal = asyncio.create_task(removed(), name="remove")
 
     async def _run(self, work: Callable[..., T], *args: object) -> T:
         return await self._mesh.host.run_blocking(work, *args, deadline_s=IO_S)
 
 
-def _asked(row: jobs.JobRow, versions: dict[str, Number]) -> set[str]:
-    """What the job asks for."""
-    current = Number(row.lineage, row.version)
-    return set(lasting(versions, current, row.document.get("weights", {})))
-
-
 # -- files of checkpoints --------------------------------------------------------------------------
 
 
-def _directory(run_dir: str) -> Path:
-    return Path(run_dir) / "checkpoints"
-
-
 def _names(directory: Path) -> list[str]:
-    return sorted(path.stem for path in directory.glob("step-*.json"))
+    return [path.stem for path in _named(directory, "step-*.json")]
+
+
+def _named(directory: Path, pattern: str) -> list[Path]:
+    return sorted(directory.glob(pattern))
 
 
 def _unexpired(row: jobs.JobRow) -> list[str]:
     """Names of the checkpoints to keep; those that are not needed are out of everybody's way, to be
     removed.
     """
-    directory = _directory(row.run_dir)
+    directory = Path(row.run_dir) / "checkpoints"
     names = _names(directory)
     for name in expired(names, row.checkpoint, int(row.document["training"]["keep_checkpoints"])):
         aside = directory / f"{GONE}{name}"
@@ -360,7 +358,3 @@ def _unexpired(row: jobs.JobRow) -> list[str]:
             (directory / f"{name}.json").unlink(missing_ok=True)
             names.remove(name)
     return names
-
-
-def _leftovers(directory: Path) -> list[Path]:
-    return sorted(directory.glob(f"{GONE}*"))

@@ -14,10 +14,11 @@ from typing import Any
 
 from common.base.clock import SystemClock
 from common.base.errors import MeshError, to_wire
+from common.weights.layout.manifest import unpacked
 from services.weights.keeping.pins import Pin, pin, sizes, unpin
 from services.weights.keeping.quotas import GIB
+from services.weights.making import check_model, check_out, trouble
 from services.weights.versions.known import RunVersions
-from services.weights.versions.places import check_model, check_out, trouble
 
 Answer = dict[str, Any]
 
@@ -25,11 +26,12 @@ Answer = dict[str, Any]
 def listed(asked: argparse.Namespace) -> Answer:
     run = RunVersions.of(asked.run)
     table = run.document.get("weights", {})
+    manifests = [unpacked(run.chunks.read(one.manifest)) for one in run.versions]
     return {
         "run": str(asked.run),
         "job": run.job,
         "versions": [asdict(one) for one in run.versions],
-        "bytes": _together(run),
+        "bytes": sum(sizes(manifests).values()),  # a chunk that several have counts once
         "quota_bytes": int(table.get("quota_gb", 0.0) * GIB),
     }
 
@@ -78,11 +80,13 @@ def copied(asked: argparse.Namespace) -> Answer:
     """Copies versions one after the other. Of each a line is printed as soon as it is there, or as
     it has failed, which keeps no other from its copy.
     """
+    from services.weights.versions.exporting import copy
+
     run = RunVersions.of(asked.run)
     done, failed = [], []
     for manifest in asked.manifests or [one.manifest for one in run.for_good()]:
         try:
-            told: Answer = {"copied": _copied(run, manifest, asked.to)}
+            told: Answer = {"copied": copy(run, run.meant(manifest), asked.to)}
             done += [told["copied"]] if told["copied"] else []
         except (MeshError, OSError) as error:
             told = {"error": _told(error)}
@@ -91,26 +95,11 @@ def copied(asked: argparse.Namespace) -> Answer:
     return {"copied": done, "failed": failed}
 
 
-def _copied(run: RunVersions, manifest: str, place: str) -> Answer:
-    """What was copied of a version; empty if it was there."""
-    from services.weights.versions.exporting import copy
-
-    return copy(run, run.meant(manifest), place)
-
-
 def imported(asked: argparse.Namespace) -> Answer:
     check_model(asked.run, asked.out)
     from services.weights.versions import importing
 
     return importing.imported(asked.run, asked.out, asked.name, asked.dtype)
-
-
-def _together(run: RunVersions) -> int:
-    """Bytes of all versions; a chunk that several have counts once."""
-    from common.weights.layout.manifest import unpacked
-
-    found = [unpacked(run.chunks.read(one.manifest)) for one in run.versions]
-    return sum(sizes(found).values())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def answered(words: Sequence[str]) -> Answer:
-    """What is printed for these words; MeshError."""
     asked = _parser().parse_args(words)
     try:
         found: Answer = asked.does(asked)
@@ -159,7 +147,6 @@ def main() -> None:
 
 
 def _told(error: MeshError | OSError) -> dict[str, str]:
-    """As it travels."""
     code, text = to_wire(trouble(error) if isinstance(error, OSError) else error)
     return {"code": code, "text": text}
 

@@ -15,9 +15,8 @@ from common.base.files.at_url import AtUrl, is_url, without_secrets
 from common.job.bundle.job_data import JobData
 from common.records.checkpoints import files_below
 from services.weights import export
-from services.weights.committed import StoredVersion
 from services.weights.making import MARKER, making
-from services.weights.versions.known import KnownVersions, RunVersions
+from services.weights.versions.known import KnownVersions, RunVersions, StoredVersion
 
 COPIES = "weights.copies"
 DIGITS = 8  # of a manifest, in the name of a directory
@@ -37,38 +36,43 @@ def to(run: RunVersions, version: KnownVersions, out: str, key: str = "--out") -
     asked = StoredVersion(version.version, version.manifest)
     if not is_url(out):
         export.write_one(run.run, asked, Path(out))
-        return _bytes(Path(out))
+        return sum(_sizes(Path(out)).values())
     there = AtUrl(out, key, "the place of the copy", writer=version.manifest)
     exports = run.run / "exports"
-    _remove_left(exports)
-    if marker_at(there).get("manifest") == version.manifest:
+    for left in exports.glob(f"{SCRATCH}-*"):  # by exports to URLs that were killed
+        with suppress(Refused, OSError), making(left):  # unless it goes on
+            pass
+    if _told(there, MARKER).get("manifest") == version.manifest:
         there.discard(BEGUN)
         return 0
     own = key == COPIES
-    _check_ours(there, there.sizes(), own=own)
+    _checked(there, own=own)
     place = hashlib.sha256(out.encode()).hexdigest()[:DIGITS]
     with making(exports / f"{SCRATCH}-{version.manifest[:DIGITS]}-{place}") as made:
         data = JobData.of(run.job, run.document, str(run.run))
         export.fill(data, asked, made, made)
         _put(made, there, _begun(there, version.manifest, own=own))
-        return _bytes(made)
+        return sum(_sizes(made).values())
 
 
-def _check_ours(there: AtUrl, have: dict[str, int], *, own: bool) -> None:
-    """Refused when the files there are no export's, unless the place is MeshRL's `own`."""
+def _checked(there: AtUrl, *, own: bool) -> dict[str, int]:
+    """The sizes of the files there. Refused when they are no export's, unless the place is MeshRL's
+    `own`.
+    """
+    have = there.sizes()
     if have and not own and MARKER not in have and BEGUN not in have:
         raise Refused(
             f"{there.shown} was not written by an export: it has no {MARKER}",
             fix="Name a folder of its own in --out, or move away what lies there",
         )
+    return have
 
 
 def _begun(there: AtUrl, manifest: str, *, own: bool) -> dict[str, int]:
     """The sizes of the files of that version which an export has left there that was cut off; all
     else goes.
     """
-    have = there.sizes()
-    _check_ours(there, have, own=own)
+    have = _checked(there, own=own)
     if MARKER not in have and _told(there, BEGUN).get("manifest") == manifest:
         return {name: size for name, size in have.items() if name != BEGUN}
     there.place_content(BEGUN, b"{}")  # what is there goes, which a cut is to know
@@ -79,13 +83,6 @@ def _begun(there: AtUrl, manifest: str, *, own: bool) -> dict[str, int]:
     return {}
 
 
-def _remove_left(exports: Path) -> None:
-    """Removes what exports to URLs have left that were killed."""
-    for left in exports.glob(f"{SCRATCH}-*"):
-        with suppress(Refused, OSError), making(left):  # unless it goes on
-            pass
-
-
 def copy(run: RunVersions, version: KnownVersions, place: str) -> dict[str, Any]:
     """Copies a version to a directory of its own below `place`, unless it is there; what is told
     of it, empty if it was.
@@ -93,20 +90,15 @@ def copy(run: RunVersions, version: KnownVersions, place: str) -> dict[str, Any]
     digits = version.manifest[:DIGITS]
     name = f"{quote(run.job, safe='')}/{version.lineage}-{version.version}-{digits}"
     out = f"{place.rstrip('/')}/{name}"
-    if marker_at(AtUrl(out, COPIES, "the place of the copy")).get("manifest") == version.manifest:
+    there = AtUrl(out, COPIES, "the place of the copy")
+    if _told(there, MARKER).get("manifest") == version.manifest:
         return {}
     size = to(run, version, out, COPIES)
     told = {"lineage": version.lineage, "version": version.version, "manifest": version.manifest}
     return told | {"url": without_secrets(out), "bytes": size}
 
 
-def marker_at(there: AtUrl) -> dict[str, object]:
-    """What the marker there holds; nothing, where no whole version lies."""
-    return _told(there, MARKER)
-
-
 def _told(there: AtUrl, name: str) -> dict[str, object]:
-    """What a file there tells; nothing without it, or when it is damaged."""
     try:
         return documents.decode(there.content(name), there.shown)
     except (NotFound, Damaged):
@@ -117,11 +109,12 @@ def _put(directory: Path, there: AtUrl, have: dict[str, int]) -> None:
     """Copies the files that are not there yet, those that a model is opened by after the others,
     and the marker last.
     """
-    names = [name for name in files_below(directory) if name != MARKER]
-    for name in have.keys() - set(names):
+    sizes = _sizes(directory)
+    del sizes[MARKER]
+    for name in have.keys() - sizes.keys():
         there.discard(name)
-    for name in sorted(names, key=lambda name: (_opens(name), name)):
-        if have.get(name) != (directory / name).stat().st_size:
+    for name in sorted(sizes, key=lambda name: (_opens(name), name)):
+        if have.get(name) != sizes[name]:
             there.place_file(name, directory / name)
     there.place_file(MARKER, directory / MARKER)
     there.discard(BEGUN)
@@ -131,5 +124,5 @@ def _opens(name: str) -> bool:
     return PurePosixPath(name).name in OPENED_BY
 
 
-def _bytes(directory: Path) -> int:
-    return sum((directory / name).stat().st_size for name in files_below(directory))
+def _sizes(directory: Path) -> dict[str, int]:
+    return {name: (directory / name).stat().st_size for name in files_below(directory)}

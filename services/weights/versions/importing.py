@@ -33,12 +33,11 @@ from common.weights.chunks.chunks import ChunkStore
 from common.weights.layout.laying import Chunk, Laying, Part, laying
 from common.weights.layout.manifest import packed
 from common.weights.staging import StagedVersion, assembled
-from services.weights.committed import StoredVersion as Committed
 from services.weights.export import fill
 from services.weights.keeping.records import JobVersions, record_path, write_record
 from services.weights.keeping.retention import Number
-from services.weights.making import making
-from services.weights.versions.places import check_model
+from services.weights.making import check_model, making
+from services.weights.versions.known import StoredVersion as Committed
 
 BLOCK_BYTES = 64 << 20  # of a parameter that are read at a time
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -62,21 +61,17 @@ def imported(directory: Path, run: Path, name: str, dtype: str) -> dict[str, Any
         data = JobData.of(name, document | {"bundle": there}, str(made))
         (made / MODEL).mkdir()
         fill(data, Committed(0, version.digest), made / MODEL, run / MODEL)
-        _appear(made, run)
+        sync_tree(made)
+        try:
+            made.rename(run)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise Refused(f"{run} has come to be meanwhile", fix="Name another --out") from error
+        sync(run.parent)
     sizes = sum(piece.size for piece in version.manifest.tensors)
     told = {"manifest": version.digest, "image": version.image, "bytes": sizes}
     return {"run": str(run), "job": name} | told
-
-
-def _appear(made: Path, run: Path) -> None:
-    sync_tree(made)
-    try:
-        made.rename(run)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise
-        raise Refused(f"{run} has come to be meanwhile", fix="Name another --out") from error
-    sync(run.parent)
 
 
 def _stage(
@@ -136,13 +131,9 @@ def _describe(
 
 
 def _record(scratch: Path, run: Path, name: str, version: StagedVersion) -> None:
-    """Writes what a store and a recorder would have."""
-    first = Number(0, 0)
-    own = str(run.absolute())
+    first, own = Number(0, 0), str(run.absolute())
     record = JobVersions(name, own, {version.digest: first}, first, version.digest)
-    path = record_path(scratch / "store", name)
-    path.parent.mkdir(parents=True)
-    write_record(path, record)
+    write_record(record_path(scratch / "store", name), record)
     fields = {"job": name, "version": 0, "lineage": 0, "manifest": version.digest}
     fields |= {"image": version.image, "masters": version.masters}
     now_ms = int(SystemClock().wall() * 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,22 +11,52 @@ from typing import Any
 from common.api.weights import Manifest
 from common.base.errors import ConfigError, Damaged, MeshError, NotFound
 from common.base.files import documents
+from common.base.files.lines import whole
 from common.job.config import INITIAL
-from common.records.checkpoints import best
+from common.records.checkpoints import all_checkpoints, best, manifest_of
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.layout.manifest import unpacked
-from services.weights.committed import checkpoints, versions
 from services.weights.keeping.pins import Pin, pins, sizes
 from services.weights.keeping.records import NO_COMMIT, JobVersions, record_in, record_path
 from services.weights.keeping.retention import Number, lasting
 
+Checkpoint = tuple[Path, dict[str, Any]]  # the path of its manifest, and what that holds
+COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version
 LEAST_DIGITS = 6  # of a manifest's digest, by which one may be named
 
 
 @dataclass(frozen=True)
-class KnownVersions:
-    """A version that the store has."""
+class StoredVersion:
+    step: int
+    manifest: str  # digest
 
+
+def versions(run: Path) -> list[StoredVersion]:
+    """The versions of the lineage that a run ended in, or is in, ascending; most are no longer
+    stored.
+    """
+    found: dict[int, str] = {}
+    for event in whole(run / "events.jsonl"):
+        fields = event["fields"]
+        if event["kind"] in COMMITS and fields.get("manifest"):
+            step = int(fields["version"])
+            found = {n: digest for n, digest in found.items() if n < step}
+            found[step] = fields["manifest"]
+    if not found:  # nothing was recorded
+        found = {held["step"]: held["weights"] for _, held in checkpoints(run)}
+    return [StoredVersion(step, digest) for step, digest in sorted(found.items())]
+
+
+def checkpoints(run: Path) -> list[Checkpoint]:
+    found = []
+    for path in all_checkpoints(run):
+        with suppress(Damaged, NotFound):
+            found.append((path, manifest_of(path)))
+    return found
+
+
+@dataclass(frozen=True)
+class KnownVersions:
     lineage: int
     version: int
     manifest: str
@@ -41,18 +72,12 @@ class KnownVersions:
     note: str = ""  # of its pin
 
     @property
-    def number(self) -> Number:
-        return Number(self.lineage, self.version)
-
-    @property
     def name(self) -> str:
         return f"{self.lineage}/{self.version}"
 
 
 @dataclass
 class RunVersions:
-    """All of a run, the oldest first."""
-
     run: Path
     job: str
     document: dict[str, Any]
@@ -64,7 +89,6 @@ class RunVersions:
 
     @classmethod
     def of(cls, run: Path) -> RunVersions:
-        """NotFound without a run, Damaged when its `job.json` is."""
         job, document = described(run)
         found = cls(run, job, document, ChunkStore(run / "store"))
         found.committed = {one.step: one.manifest for one in versions(run)}
@@ -81,7 +105,15 @@ class RunVersions:
         first digits of its manifest. ConfigError for what is no name of one, NotFound for one that
         is not there; both say which there are.
         """
-        return self._one_of(self._called(word.strip()), word)
+        found = self._called(word.strip())
+        if not found:
+            raise NotFound(f"{self.run} does not hold version {word}", fix=self._there())
+        if len(found) > 1:
+            raise ConfigError(
+                f"{word} means {len(found)} versions of {self.run}",
+                fix="Take one of " + ", ".join(f"{one.name} ({one.manifest})" for one in found),
+            )
+        return found[0]
 
     def _called(self, word: str) -> list[KnownVersions]:
         if whole := [one for one in self.versions if one.manifest == word]:
@@ -95,16 +127,11 @@ class RunVersions:
                     fix="Name the figure to judge by in evaluation.best",
                 )
             return [one for one in self.versions if one.manifest == self.best]
-        if word.isdecimal():
-            same = [one for one in self.versions if one.version == int(word)]
-            led = [one for one in same if one.manifest == self.committed.get(int(word))]
-            return led or same
-        lineage, slash, number = word.partition("/")
-        if slash and lineage.isdecimal() and number.isdecimal():
-            asked = Number(int(lineage), int(number))
-            same = [one for one in self.versions if one.number == asked]
-            led = [one for one in same if one.manifest == self.committed.get(asked.version)]
-            return led or same
+        *lineage, number = word.split("/")
+        if len(lineage) < 2 and all(part.isdecimal() for part in (*lineage, number)):
+            same = [one for one in self.versions if one.version == int(number)]
+            same = [one for one in same if not lineage or one.lineage == int(lineage[0])]
+            return [one for one in same if one.manifest == self.committed.get(int(number))] or same
         if len(word) >= LEAST_DIGITS and set(word) <= set("0123456789abcdef"):
             return [one for one in self.versions if one.manifest.startswith(word)]
         raise ConfigError(
@@ -117,16 +144,6 @@ class RunVersions:
         """Those that stay for good, and the last one."""
         lasting = {"current", "best", "pinned", "weights.keep_every"}
         return [one for one in self.versions if lasting & set(one.why)]
-
-    def _one_of(self, found: list[KnownVersions], word: str) -> KnownVersions:
-        if not found:
-            raise NotFound(f"{self.run} does not hold version {word}", fix=self._there())
-        if len(found) > 1:
-            raise ConfigError(
-                f"{word} means {len(found)} versions of {self.run}",
-                fix="Take one of " + ", ".join(f"{one.name} ({one.manifest})" for one in found),
-            )
-        return found[0]
 
     def _there(self) -> str:
         if not self.versions:
@@ -162,86 +179,65 @@ def _record(run: RunVersions) -> JobVersions:
 
 
 def _known(run: RunVersions, record: JobVersions) -> list[KnownVersions]:
-    named = {held["weights"]: path.stem for path, held in checkpoints(run.run)}
-    digests = {*record.versions, *run.pins, *named, *run.committed.values(), run.best} - {""}
-    manifests = {digest: one for digest in digests if (one := _manifest(run.chunks, digest))}
+    named = {held["weights"] for _, held in checkpoints(run.run)}
+    manifests: dict[str, Manifest] = {}
+    for digest in {*record.versions, *run.pins, *named, *run.committed.values(), run.best} - {""}:
+        path = run.chunks.path(digest)  # Refused for a run of an earlier version
+        with suppress(MeshError):  # it has gone, or is damaged: it is no version to speak of
+            manifests[digest] = unpacked(run.chunks.read(digest), str(path))
     numbers = {d: Number(one.lineage, one.version) for d, one in manifests.items()}
     last = run.committed[max(run.committed)] if run.committed else record.newest_manifest
     current = numbers.get(last, record.newest if record.newest_manifest else NO_COMMIT)
     asked = lasting(numbers, current, run.document.get("weights", {}))
-    bases = {base for one in manifests.values() for base in _base(one)}
-    reasons = _Reasons(run, named, asked, bases, record.anchors, last, current)
+    bases = {one.base.digest for one in manifests.values() if one.base}
+    reference = run.document.get("models", {}).get("reference", {}).get("path")
     users = Counter(chunk for one in manifests.values() for chunk in sizes([one]))
+
+    def why(digest: str) -> list[str]:
+        reasons = {
+            "current": digest == last,
+            "staged": numbers[digest] > current,
+            "best": digest == run.best,
+            "pinned": digest in run.pins,
+            "base": digest in bases,  # adapters among the versions are added to it
+            "anchor": digest in record.anchors,  # hosts behind the others get deltas from it
+            "checkpoint": digest in named,
+            "reference": reference == INITIAL and manifests[digest].version == 0,
+            f"weights.{asked.get(digest)}": digest in asked and digest != last,
+        }
+        return [reason for reason, holds in reasons.items() if holds]
+
     ordered = sorted(manifests, key=lambda digest: (numbers[digest], digest))
-    return [_described(run, d, manifests[d], reasons, users) for d in ordered]
-
-
-@dataclass(frozen=True)
-class _Reasons:
-    """Why versions stay."""
-
-    run: RunVersions
-    checkpoints: dict[str, str]  # names by manifest
-    asked: dict[str, str]
-    bases: set[str]  # that adapters among the versions are added to
-    anchors: frozenset[str]  # that hosts behind the others get deltas from
-    last: str
-    current: Number
-
-    def of(self, digest: str, manifest: Manifest) -> list[str]:
-        found = ["current"] if digest == self.last else []
-        if Number(manifest.lineage, manifest.version) > self.current:
-            found.append("staged")
-        if digest == self.run.best:
-            found.append("best")
-        if digest in self.run.pins:
-            found.append("pinned")
-        if digest in self.bases:
-            found.append("base")
-        if digest in self.anchors:
-            found.append("anchor")
-        if digest in self.checkpoints:
-            found.append("checkpoint")
-        reference = self.run.document.get("models", {}).get("reference", {}).get("path")
-        if reference == INITIAL and manifest.version == 0:
-            found.append("reference")
-        if digest in self.asked and digest != self.last:
-            found.append(f"weights.{self.asked[digest]}")
-        return found
+    return [
+        _described(run, digest, manifests[digest], why(digest), users, digest == last)
+        for digest in ordered
+    ]
 
 
 def _described(
-    run: RunVersions, digest: str, manifest: Manifest, reasons: _Reasons, users: Counter[str]
+    run: RunVersions,
+    digest: str,
+    manifest: Manifest,
+    why: list[str],
+    users: Counter[str],
+    current: bool,
 ) -> KnownVersions:
-    chunks = sizes([manifest])
-    kinds = Counter[str]()
+    chunks, kinds = sizes([manifest]), Counter[str]()
+    base = manifest.base.digest if manifest.base else ""
     for piece in manifest.tensors:
         kinds[piece.dtype] += piece.size
     return KnownVersions(
         manifest.lineage,
         manifest.version,
         digest,
-        reasons.of(digest, manifest),
-        sum(chunks.values()),
-        sum(size for chunk, size in chunks.items() if users[chunk] == 1),
-        kinds.most_common(1)[0][0] if kinds else "",
-        len({piece.name for piece in manifest.tensors}),
-        all(run.chunks.has(needed) for needed in (*chunks, *_base(manifest))),
-        run.chunks.written([digest]).get(digest, 0) / 1e9,
-        digest == reasons.last,
-        "".join(_base(manifest)),
-        run.pins[digest].note if digest in run.pins else "",
+        why,
+        bytes=sum(chunks.values()),
+        alone=sum(size for chunk, size in chunks.items() if users[chunk] == 1),
+        dtype=kinds.most_common(1)[0][0] if kinds else "",
+        tensors=len({piece.name for piece in manifest.tensors}),
+        whole=all(map(run.chunks.has, [*chunks, base] if base else chunks)),
+        at=run.chunks.written([digest]).get(digest, 0) / 1e9,
+        current=current,
+        base=base,
+        note=run.pins[digest].note if digest in run.pins else "",
     )
-
-
-def _base(manifest: Manifest) -> list[str]:
-    """The manifest of what its adapters are added to, if it has none but these."""
-    return [manifest.base.digest] if manifest.base else []
-
-
-def _manifest(chunks: ChunkStore, digest: str) -> Manifest | None:
-    path = chunks.path(digest)  # Refused for a run of an earlier version
-    try:
-        return unpacked(chunks.read(digest), str(path))
-    except MeshError:  # it has gone, or is damaged: it is no version to speak of
-        return None

@@ -13,7 +13,7 @@ from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.weights.bulk.doors import InterpreterDoor
 from common.weights.bulk.port import BulkServer, ChunkStore
-from services.weights.errands import Errands
+from services.weights.home import Errands
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
 from tests.meshes import on_sockets

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from common.state.redis.client import State
 from common.weights.bulk.doors import InterpreterDoor
 from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from common.weights.delta import receiving
+from common.weights.delta.codec import paired
 from common.weights.delta.files import delta_of, keep
-from common.weights.delta.pairs import paired
 from common.weights.delta.receiving import from_deltas
 from common.weights.delta.sending import DeltaSender
 from common.weights.layout.images import Image
 from common.weights.receive import Receiver
+from common.weights.store.host_chunks import WantedVersion
 from loadtests.weights.whole import staged_whole
 from services.weights.store import WeightStore
 from sim.redis.state import simulated_state
@@ -240,13 +241,13 @@ async def test_an_error_that_nobody_has_foreseen_is_told_and_versions_go_in_full
         told = await hosts.trainer.ref(STORE).call(Weights.manifest, Fetch(first.digest))
         broken = hosts.store.path(told.tensors[0].chunk)
         broken.unlink()
-        broken.mkdir()  # opens, and cannot be mapped
+        broken.mkdir()  # cannot be read as a file
         with capture_logs() as lines:
             newest = await hosts.stage(deltas)
         [line] = [line for line in lines if line["event"] == "no delta"]
         assert line["log_level"] == "error" and line["exc_info"]
         assert hosts.trainer.telemetry.counters["deltas_failed"] == 1
-        assert deltas.stats()["deltas_trouble"].startswith("OSError: ")
+        assert deltas.stats()["deltas_trouble"].startswith("IsADirectoryError: ")
         asked = AskDeltas(newest.digest, "second")
         assert not (await hosts.trainer.ref(STORE).call(Weights.deltas, asked)).more
         assert await engine.receive(newest) > SIZE / 2
@@ -275,6 +276,13 @@ async def missing(engine: Engine, version: Base) -> dict[str, int]:
     return {d: size for d, size in image.chunks.items() if not engine.cache.has(d)}
 
 
+async def made_of_deltas(
+    engine: Engine, newest: Base, lacking: dict[str, int], needed: Collection[str] = ()
+) -> set[str]:
+    version = WantedVersion("", newest.digest, lacking, needed)
+    return await from_deltas(engine.mesh, engine.bulk, version, engine.cache)
+
+
 async def test_deltas_that_stall_are_left_to_the_pull(hosts: Hosts) -> None:
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
@@ -283,7 +291,7 @@ async def test_deltas_that_stall_are_left_to_the_pull(hosts: Hosts) -> None:
         hosts.way.stands_at = hosts.way.carried + 3000  # amid one
         lacking = await missing(engine, newest)
         async with asyncio.timeout(scaled(6)):
-            made = await from_deltas(engine.mesh, engine.bulk, newest.digest, lacking, engine.cache)
+            made = await made_of_deltas(engine, newest, lacking)
         assert len(made) < len(lacking) and hosts.way.carried >= hosts.way.stands_at
         hosts.way.stands_at = 1 << 40
         await engine.receive(newest)
@@ -299,8 +307,7 @@ async def test_deltas_do_not_take_the_room_of_what_is_there_of_the_version(hosts
     before = engine.mesh.clock.wall() - 1000  # unused for longer than all others
     os.utime(engine.cache.path(there), (before, before))
     assert lacking.pop(there)
-    about = engine.mesh, engine.bulk, newest.digest, lacking, engine.cache
-    await from_deltas(*about, needed=[there])
+    await made_of_deltas(engine, newest, lacking, needed=[there])
     assert engine.cache.has(there)
 
 
@@ -313,7 +320,7 @@ async def test_a_file_that_was_there_is_not_taken_for_right(hosts: Hosts) -> Non
     wrong, right, *_ = (engine.cache.path(digest) for digest in lacking)
     wrong.parent.mkdir(exist_ok=True)
     wrong.write_bytes(bytes(CHUNK))
-    await from_deltas(engine.mesh, engine.bulk, newest.digest, lacking, engine.cache)
+    await made_of_deltas(engine, newest, lacking)
     assert engine.cache.is_verified(right.name) and not engine.cache.is_verified(wrong.name)
     await engine.receive(newest)
 

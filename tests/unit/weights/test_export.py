@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.api.weights import Manifest
 from common.api.weights import Tensor as Described
-from common.base.encoding.blob import pack, unpack
+from common.base.encoding.blob import unpack
 from common.base.errors import Damaged, NotFound, Refused
 from common.base.files.sealed import sealed
 from common.job.bundle.job_data import JobData
@@ -26,10 +26,11 @@ from common.model.network.decoder import Decoder
 from common.model.tokens.tokenizer import character_tokenizer
 from common.records.checkpoints import STATE, checkpoint_name, digests_below
 from common.weights.bulk.port import ChunkStore
+from common.weights.layout.manifest import packed
 from common.weights.output import write_version
 from services.trainer.models import lora
-from services.weights.committed import StoredVersion, versions
 from services.weights.export import chosen, write, write_below
+from services.weights.versions.known import StoredVersion, versions
 from tests.attention import causal_attention
 from tests.unit.common.base.files.harms import flip
 
@@ -80,13 +81,12 @@ class Run:
         described, content = [], b""
         for name, tensor in tensors.items():
             raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            described.append(
-                (name, NAMES[tensor.dtype], list(tensor.shape), len(content), len(raw))
-            )
+            whole = (len(content), len(raw), 0, 0, tensor.numel())
+            described.append((name, NAMES[tensor.dtype], list(tensor.shape), whole))
             content += raw
         chunk = self.chunks.write(content)
-        listed = [Described(n, d, s, chunk, at, size) for n, d, s, at, size in described]
-        return self.chunks.write(pack(Manifest("j", 0, version, listed)))
+        listed = [Described(n, d, s, chunk, *whole) for n, d, s, whole in described]
+        return self.chunks.write(packed(Manifest("j", 0, version, listed)))
 
     def chunks_of(self, manifest: str) -> set[str]:
         return {tensor.chunk for tensor in unpack(Manifest, self.chunks.read(manifest)).tensors}

@@ -22,7 +22,7 @@ from common.records.checkpoints import digests_below
 from common.state import events, jobs
 from common.weights.chunks.chunks import ChunkStore
 from common.weights.store.weight_store import lay_out
-from services.weights.errands import ANSWER_S, STALL_S, Errands, TaskProgress
+from services.weights.home import ANSWER_S, STALL_S, Errands, TaskProgress
 from services.weights.store import WeightStore
 from sim.host import SimulatedHost
 from sim.redis.state import simulated_state

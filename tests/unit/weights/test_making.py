@@ -12,9 +12,9 @@ import torch
 
 from common.base.errors import Damaged, Refused
 from common.model.files.rows import load_model
-from services.weights.committed import versions
 from services.weights.export import scratch_of, write
 from services.weights.making import MADE, MARKER, OLD, making, put
+from services.weights.versions.known import versions
 from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 

@@ -24,7 +24,7 @@ def version(store: Store, number: int, fill: int, lineage: int = 0) -> Stage:
     """Other weights for another `fill`."""
     content = np.full(8, fill, np.uint8).tobytes()
     chunk = store.chunks.write(content)
-    return Stage(Manifest(JOB, lineage, number, [Tensor("w", "U8", [8], chunk, 0, 8)]))
+    return Stage(Manifest(JOB, lineage, number, [Tensor("w", "U8", [8], chunk, 0, 8, 0, 0, 8)]))
 
 
 async def stage(store: Store, request: Stage) -> str:

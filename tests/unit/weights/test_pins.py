@@ -238,7 +238,7 @@ def test_a_version_of_a_job_that_is_over_is_refused_with_its_reason(tmp_path: Pa
 def offered(store: StoreBench, version: int) -> Stage:
     """Weights that no step made, beside the versions of the bench."""
     chunk = store.chunks.write(bytes(32))
-    return Stage(Manifest(JOB, 0, version, [Tensor("other", "F32", [8], chunk, 0, 32)]))
+    return Stage(Manifest(JOB, 0, version, [Tensor("other", "F32", [8], chunk, 0, 32, 0, 0, 8)]))
 
 
 def test_who_waits_for_a_quota_says_so() -> None:

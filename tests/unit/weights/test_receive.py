@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from common.api.weights import STORE
 from common.base.clock import SystemClock
 from common.base.encoding.blob import pack
-from common.base.errors import Damaged, NotFound, PeerLost
+from common.base.errors import BadMessage, Damaged, NotFound, PeerLost
 from common.mesh.process.host import SystemHost
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state.redis.client import State
@@ -30,7 +30,7 @@ from common.weights.chunks.verified import NAME, TRUSTED_S, Verified
 from common.weights.layout.images import Image
 from common.weights.layout.manifest import Rows
 from common.weights.receive import Receiver
-from common.weights.ways.base import WantedVersion
+from common.weights.store.host_chunks import WantedVersion
 from common.weights.ways.bringing import Bringing
 from loadtests.weights.whole import staged_whole
 from services.weights.store import WeightStore
@@ -221,12 +221,13 @@ async def test_rows_of_a_tensor_bring_the_chunks_that_they_lie_in(hosts: Hosts) 
     assert torch.equal(image.tensors["norm"], TENSORS["norm"])
 
 
-async def test_a_manifest_of_format_1_is_read(hosts: Hosts) -> None:
+async def test_a_manifest_of_format_1_is_refused(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0")
     manifest = await receiver.manifest(hosts.digest)
     pieces = [replace(piece, dim=0, begin=0, end=-1) for piece in manifest.tensors]
     old = replace(manifest, tensors=pieces, format=1, sha256="", image="", version=7)
-    assert right(await receiver.receive(hosts.store.write(pack(old))))
+    with pytest.raises(BadMessage, match="format 1"):
+        await receiver.receive(hosts.store.write(pack(old)))
 
 
 async def test_a_version_is_read_without_being_in_memory_at_once(hosts: Hosts) -> None:

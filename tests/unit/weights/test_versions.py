@@ -25,13 +25,12 @@ from common.records.checkpoints import checkpoint_name
 from meshrl.cli import app
 from meshrl.directory.versions import answer, asked, command
 from meshrl.run.resuming import resume
-from services.weights.committed import versions
 from services.weights.keeping.pins import PINS, Pin, pin
 from services.weights.making import making
 from services.weights.versions.__main__ import answered
 from services.weights.versions.comparing import compare
 from services.weights.versions.exporting import BEGUN, to
-from services.weights.versions.known import RunVersions
+from services.weights.versions.known import RunVersions, versions
 from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, SHAPE, Run, model, weights
 

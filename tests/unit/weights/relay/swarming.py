@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.api.weights import ChunkOrigin
-from services.weights.relay.relaying import again_s, assign
-from services.weights.relay.swarm import Swarm
+from services.weights.relaying import Swarm, again_s, assign
 
 SOURCE = "weights"
 LINK = 20e6  # bytes a second, up and down
