@@ -34,7 +34,8 @@ class McpServer:
         TimeoutError after `START_S`.
         """
         found = self._wait(self._pages(), START_S)
-        return {tool.name: (tool.description or "", _schema(tool)) for tool in found}
+        schemas = [_field(tool, "input_schema", "inputSchema") for tool in found]
+        return {t.name: (t.description or "", s) for t, s in zip(found, schemas, strict=True)}
 
     def call(self, tool: str, arguments: Any) -> Any:
         """Call a tool and return its text, or the structure where it returns nothing else.
@@ -108,11 +109,6 @@ def listed(command: list[str], directory: str) -> Listed:
         return server.tools()
     finally:
         server.close()
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    schema: dict[str, Any] = _field(tool, "input_schema", "inputSchema")
-    return schema
 
 
 def _text_of(part: Any) -> str:

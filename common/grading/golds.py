@@ -125,24 +125,22 @@ def _numbered(text: str, written: bool, texts: list[str], letters: str) -> str:
             f"it is the number {label}, and the row has no {CHOICES!r} that it could count",
             "write the letter, as in B, or give the row its list of choices",
         )
-    if len(same) == 1 and not (0 <= label < many and label != same[0]):
+    counts = 0 <= label < many
+    if len(same) == 1 and (not counts or label == same[0]):
         return _nth(same[0], letters, text)
-    if same or not 0 <= label < many:
+    if same or not counts:
         also = " and the text of another one" if same else ""
-        raise BadGold(
-            f"it is the number {label} of {many} choices, which count from 0 to {many - 1}{also}",
-            "write the letter, as in B",
-        )
+        what = f"{many} choices, which count from 0 to {many - 1}{also}"
+        raise BadGold(f"it is the number {label} of {what}", "write the letter, as in B")
     return _nth(label, letters, text)
 
 
 def _nth(place: int, letters: str, text: str) -> str:
     if place < len(letters):
         return letters[place]
-    raise BadGold(
-        f"{text!r:.80} is choice {place + 1}, and there are {len(letters)} letters: {letters}",
-        "name more letters in options.letters",
-    )
+    few = f"there are {len(letters)} letters: {letters}"
+    fix = "name more letters in options.letters"
+    raise BadGold(f"{text!r:.80} is choice {place + 1}, and {few}", fix)
 
 
 def _choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -197,14 +197,11 @@ class TestReader:
     def _patched(self, decorators: list[ast.expr]) -> int:
         """How many arguments the decorators of `unittest.mock` fill."""
         count = 0
-        for decorator in decorators:
-            if not isinstance(decorator, ast.Call):
-                continue
-            path = self._path(decorator.func).split(".")
-            if "patch" not in path or path[-1] == "dict":
-                continue
-            given = len(decorator.args) > (2 if path[-1] == "object" else 1)
-            count += not given and not any(k.arg == "new" for k in decorator.keywords)
+        for call in [decorator for decorator in decorators if isinstance(decorator, ast.Call)]:
+            path = self._path(call.func).split(".")
+            given = len(call.args) > (2 if path[-1] == "object" else 1)
+            if "patch" in path and path[-1] != "dict" and not given:
+                count += not any(keyword.arg == "new" for keyword in call.keywords)
         return count
 
     # -- classes

@@ -119,8 +119,7 @@ class Environments:
             session.check(ids[0])
 
     def _close(self, key: int, _: Any) -> None:
-        session = self._open.pop(key, None)
-        if session is not None:
+        if (session := self._open.pop(key, None)) is not None:
             session.close()
 
     def close(self) -> None:

@@ -198,14 +198,11 @@ class ChatSession(EnvironmentSession):
 
     def _next_call(self) -> Action:
         while self._waiting:
-            call = self._waiting.popleft()
+            self._calling = self._waiting.popleft()
             try:
-                value = self._input(call)
+                return ["tool", [self._calling.name, self._input(self._calling)]]
             except BadCall as problem:
-                self._answer(call, f"error: {problem}")
-                continue
-            self._calling = call
-            return ["tool", [call.name, value]]
+                self._answer(self._calling, f"error: {problem}")
         self._calling = None
         return ["append", self.conversation.extend(self._answers)]
 

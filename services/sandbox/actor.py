@@ -131,7 +131,7 @@ class SandboxActor(Actor):
         if served.load and loading.digest_of(m) != served.load:
             raise Refused(
                 f"it was told to load of job {m.job} what the job's document does not say",
-                where=self._served.name,
+                where=served.name,
                 fix="Its document is what was submitted; a shard that says otherwise is none of "
                 "this mesh's code: see whose host it is on (`meshrl hosts`)",
             )
@@ -204,12 +204,12 @@ class SandboxActor(Actor):
                 if self._homes is not None:
                     cgroups.sweep(self._homes)
             if runner is None:
-                self._found[None] = await tiers.find(self._host, self._clock, log)
+                found = await tiers.find(self._host, self._clock, log)
             else:
                 found = await tiers.of_runner(runner, self._host, self._clock, log)
                 if found.tier == "none":  # what is missing may be installed, and the job come again
                     return found
-                self._found[runner] = found
+            self._found[runner] = found
         return self._found[runner]
 
     def _log(self, of: str) -> Path | None:

@@ -80,8 +80,7 @@ class Episodes:
             )
 
     async def _close(self, key: int, _: Any) -> None:
-        episode = self._open.pop(key, None)
-        if episode is not None:
+        if (episode := self._open.pop(key, None)) is not None:
             await episode.close()
 
     async def close(self) -> None:

@@ -77,8 +77,8 @@ def _carry(link: mux.Mux, ends: dict[str, int]) -> None:
     link.attach(mux.KEEPER, writing=os.dup(keepers))
     link.attach(mux.CONTROL, took=lambda _: None)
     for name, fd in ends.items():
-        reading = -1 if name == "stdin" else fd
-        link.attach(mux.NAMED[name], reading, -1 if name in ("stdout", "stderr") else fd)
+        number, reading = mux.NAMED[name], -1 if name == "stdin" else fd
+        link.attach(number, reading, -1 if number in mux.OUTPUTS else fd)
     link.send(mux.CONTROL, frames.pack({"python": list(sys.version_info[:3])}))
     report = _report(link, keepers)
     alone = os.getpid() == 1

@@ -98,16 +98,15 @@ class WorkerPool:
         if len(self._queue) + len(calls) > WAITING_MOST:
             raise Overloaded(f"{len(self._queue)} calls of job {self._job} wait already")
         loop = asyncio.get_running_loop()
+        known = ", ".join(sorted(map(shown_name, self.functions))) or "nothing"
         waiting: list[WaitingCall] = []
         for work in calls:
-            waiting.append(WaitingCall(work, loop.create_future(), waiting if early else []))
-        for call in waiting:
-            if call.asked.name in self.functions:
+            call = WaitingCall(work, loop.create_future(), waiting if early else [])
+            waiting.append(call)
+            if work.name in self.functions:
                 self._queue.append(call)
             else:
-                known = ", ".join(sorted(map(shown_name, self.functions))) or "nothing"
-                wanted = shown_name(call.asked.name)
-                error = f"job {self._job} has no {wanted}; it has {known}"
+                error = f"job {self._job} has no {shown_name(work.name)}; it has {known}"
                 call.answer.set_result(Answer(RAISED, None, error))
         self._wake()
         answers = asyncio.gather(*(call.answer for call in waiting))
@@ -125,12 +124,12 @@ class WorkerPool:
 
     def _postpone(self, batch: Sequence[WaitingCall]) -> None:
         """Sends back those of a batch that nobody has begun."""
-        unbegun = {id(call) for call in batch} & {id(call) for call in self._queue}
-        self._queue = deque(call for call in self._queue if id(call) not in unbegun)
-        for call in batch:
-            if id(call) in unbegun:
-                error = f"{shown_name(call.asked.name)} was not begun: others took their time"
-                self._settle(call, Answer(POSTPONED, None, error))
+        asked = {id(call) for call in batch}
+        unbegun = [call for call in self._queue if id(call) in asked]
+        self._queue = deque(call for call in self._queue if id(call) not in asked)
+        for call in unbegun:
+            error = f"{shown_name(call.asked.name)} was not begun: others took their time"
+            self._settle(call, Answer(POSTPONED, None, error))
 
     # ------------------------------------------------------------ workers
 
@@ -181,8 +180,8 @@ class WorkerPool:
                 child.kill()
 
     def _fail_waiting(self, error: MeshError) -> None:
-        while self._queue:
-            call = self._queue.popleft()
+        waiting, self._queue = self._queue, deque()
+        for call in waiting:
             if not call.answer.done():
                 call.answer.set_exception(error)
 

@@ -82,18 +82,13 @@ class WorkerStarter:
             tries += 1
 
     async def _started(self) -> Child:
+        nice, rlimits = self._limits.nice, self._limits.rlimits
         child = self._host.spawn(
             [sys.executable, "-m", "services.sandbox.workers.worker"],
             name=f"sandbox worker of {self._job}",
             env=ENVIRONMENT | WITHOUT_SETTINGS,
             log=self._log,
-            how=Spawning(
-                own_session=True,
-                nice=self._limits.nice,
-                rlimits=self._limits.rlimits,
-                pipe=True,
-                guarded=True,
-            ),
+            how=Spawning(own_session=True, nice=nice, rlimits=rlimits, pipe=True, guarded=True),
         )
         given = self._given
         setup = [given.directory, given.references, given.servers, given.closed]

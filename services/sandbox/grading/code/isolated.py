@@ -9,6 +9,7 @@ longer than a part of the case's limit, so most questions cost no word about who
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from common.grading.cases import BadTests
 from common.grading.support import Unsupported
 from services.sandbox.grading.code import attempt as attempts
 from services.sandbox.grading.code.attempt import Attempt, JailedTrial
-from services.sandbox.isolation.jails.jail import SLOWEST, Jail
+from services.sandbox.isolation.jails.jail import SLOWEST
 from services.sandbox.isolation.jails.program import Program
 from services.sandbox.isolation.resources.limits import MIB
 
@@ -33,27 +34,19 @@ async def passed(attempt: Attempt, source: str, tests: str) -> list[bool]:
 
 async def _pair(attempt: Attempt, source: str, tests: str) -> _Pair:
     """The solution's jail, and that of its tests, which speak through a socket pair."""
+    launcher, limits = attempt.launcher, attempt.limits
     one, other = socket.socketpair()
-    solution: Jail | None = None
-    try:
-        program = Program(source, "objects")
-        limits = attempt.limits
-        solution = await attempt.launcher.open(program, limits, peer=one.fileno())
-        files = attempt.launcher.tier != "landlock"  # there, /tmp is that of the host
-        patience_s = UNTOLD * limits.wall_s
-        program = Program(tests, "tests", files=files, patience_s=patience_s)
+    with one, other, contextlib.ExitStack() as undone:
+        solution = await launcher.open(Program(source, "objects"), limits, peer=one.fileno())
+        undone.callback(solution.close)
+        files = launcher.tier != "landlock"  # there, /tmp is that of the host
+        program = Program(tests, "tests", files=files, patience_s=UNTOLD * limits.wall_s)
         # By the clock the tests also wait for the solution; CPU time counts as ever.
         limits = replace(limits, wall_s=SLOWEST * limits.wall_s + WAITING_S)
         limits = limits.capped(memory_bytes=TESTS_BYTES)
-        jail = await attempt.launcher.open(program, limits, peer=other.fileno())
+        jail = await launcher.open(program, limits, peer=other.fileno())
+        undone.pop_all()
         return _Pair(attempt, solution, jail)
-    except BaseException:
-        if solution is not None:
-            solution.close()
-        raise
-    finally:
-        one.close()
-        other.close()
 
 
 class _Pair(JailedTrial):

@@ -82,8 +82,7 @@ def _unified(root: Path, own: dict[str, str]) -> Homes | None:
         return None
     place = root / own[""].lstrip("/")
     for home in (place, *place.parents):
-        handed = _handed(home, CONTROLLERS)
-        if set(CONTROLLERS) <= handed:
+        if set(CONTROLLERS) <= _handed(home, CONTROLLERS):
             weighs = "cpu" in _handed(home, ("cpu",))
             return Homes(home, home, home if weighs else None, home)
         if home == root:
@@ -191,17 +190,16 @@ class Cgroup:
         """Sets its limits; False where what it still holds is more, which can be on v1."""
         if (memory_bytes, processes) == self._limits:
             return True
+        most = self._memory / ("memory.max" if self._two else "memory.limit_in_bytes")
+        try:
+            most.write_text(str(memory_bytes))
+        except OSError as error:
+            if self._two or error.errno != errno.EBUSY:
+                raise
+            return False
         if self._two:
-            (self._memory / "memory.max").write_text(str(memory_bytes))
             with contextlib.suppress(OSError):  # a kernel without swap accounting
                 (self._memory / "memory.swap.max").write_text("0")
-        else:
-            try:
-                (self._memory / "memory.limit_in_bytes").write_text(str(memory_bytes))
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
-                return False
         (self._pids / "pids.max").write_text(str(processes))
         self._limits = (memory_bytes, processes)
         return True
@@ -235,9 +233,8 @@ class Cgroup:
 
 def sweep(homes: Homes) -> None:
     """Removes groups whose sandbox, whose process number is in their names, has ended."""
-    for home in homes.places:
-        for place in home.glob(f"{PREFIX}*"):
-            owner = place.name.removeprefix(PREFIX).partition("-")[0]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-                with contextlib.suppress(OSError):
-                    place.rmdir()
+    for place in [place for home in homes.places for place in home.glob(f"{PREFIX}*")]:
+        owner = place.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            with contextlib.suppress(OSError):
+                place.rmdir()

@@ -126,10 +126,9 @@ def kill_marked(name: str) -> None:
 
 def delete(place: Path) -> None:
     """Has its runtime remove what it keeps of the container of that directory."""
-    try:
+    command = None
+    with contextlib.suppress(OSError, ValueError):
         command = json.loads((place / DELETE).read_text())
-    except (OSError, ValueError):
-        return
     if not command:
         return
     try:

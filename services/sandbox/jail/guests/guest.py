@@ -10,6 +10,7 @@ import _random
 import ast
 import atexit
 import builtins
+import contextlib
 import errno
 import io
 import linecache
@@ -154,10 +155,8 @@ def _end(code: int) -> NoReturn:
     main = vars(sys.modules.get("__main__", sys))
     streams += [value for value in main.values() if issubclass(type(value), io.IOBase)]
     for stream in streams:
-        try:
+        with contextlib.suppress(BaseException):  # the program has closed or replaced it
             stream.flush()
-        except BaseException:  # the program has closed or replaced it
-            continue
     os._exit(code)
 
 
@@ -182,10 +181,8 @@ def _cells(fd: int) -> None:
             show(error)
             status = _status(error)
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-            except (OSError, ValueError):
-                continue
         if os.getpid() != own:  # a process that the cell has forked came back
             os._exit(status)
         frames.send(fd, {"cell": cell["token"], "exit": status})

@@ -118,7 +118,11 @@ class _PytestSession:
 
     def pytest_collection_finish(self, session: Any) -> None:
         if session.testsfailed or self._broken is not None:
-            self._say_broken()
+            error = cause = self._broken
+            while cause is not None and not isinstance(cause, ModuleNotFoundError):
+                cause = cause.__cause__ or cause.__context__
+            said = {"broken": f"{type(error).__name__}: {error}"[:TEXT], "used": self._used()}
+            frames.send(self._channel, {**said, "module": getattr(cause, "name", None) or ""})
             return
         found = [{"id": item.nodeid.partition("::")[2]} for item in session.items]
         for entry, item in zip(found, session.items):
@@ -128,14 +132,6 @@ class _PytestSession:
 
     def _used(self) -> bool:
         return self._stand_in is not None and self._stand_in.__dict__["uses"].count > 0
-
-    def _say_broken(self) -> None:
-        error = cause = self._broken
-        while cause is not None and not isinstance(cause, ModuleNotFoundError):
-            cause = cause.__cause__ or cause.__context__
-        broken = f"{type(error).__name__}: {error}"[:TEXT]
-        module = getattr(cause, "name", None) or ""
-        frames.send(self._channel, {"broken": broken, "module": module, "used": self._used()})
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """In place of pytest's own, which would go on without being asked."""

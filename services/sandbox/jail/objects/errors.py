@@ -105,7 +105,7 @@ def parts(error: BaseException) -> list[Any]:
     return [type(error), error.args, text, attributes, cause if last is None else None]
 
 
-def made(kind: Any, args: Any, text: str, attributes: Any, cause: Any, place: Any) -> Any:
+def made(place: Any, kind: Any, args: Any, text: str, attributes: Any, cause: Any) -> Any:
     """The exception that the other side has told of."""
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
         kind = SolutionError

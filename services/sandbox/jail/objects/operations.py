@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import copy
 import functools
 import importlib
@@ -43,18 +44,16 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
 def _equal(target: Any, other: Any) -> list[bool]:
     """Whether they are equal, and whether `target` equals what it cannot know."""
     equal = bool(target == other)
-    try:
+    with contextlib.suppress(Exception):  # it asks the other for what only its own class has
         return [equal, equal and bool(target == object())]
-    except Exception:  # it asks the other for what only its own class has
-        return [equal, False]
+    return [equal, False]
 
 
 def _foolish(target: Any, other: Any) -> bool:
     """Whether `target` is both above and below the other."""
-    try:
+    with contextlib.suppress(Exception):  # it has but one of them
         return bool(target < other) and bool(target > other)
-    except Exception:  # it has but one of them
-        return False
+    return False
 
 
 def content(target: Any) -> Any:
@@ -285,10 +284,9 @@ def named_module(name: str) -> Any:
     """A module of the standard library by its name; None if it is none."""
     if name.split(".")[0] not in library():
         return None
-    try:
+    with contextlib.suppress(ImportError):
         return importlib.import_module(name)
-    except ImportError:
-        return None
+    return None
 
 
 def named_class(module: str, name: str) -> Any:

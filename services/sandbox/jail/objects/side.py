@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import os
 import select
 import sys
@@ -124,26 +125,18 @@ class Side:
         if kind == "live":
             return self._live.container(int(rest[0]))
         if kind == "mine":
-            return self._remote(*rest)
+            number, name, *more = rest
+            return self._remote(number, name, lambda place: _stand_in(place, *more))
         if kind == "both":
-            data, number = message.unpacked(rest[0], depth + 1), int(rest[1])
-            if number not in self._remotes:
-                place = RemotePlace(self, number, str(rest[2])[:80])
-                self._remotes[number] = both(data, place, tuple(map(str, rest[3])))
-            return self._remotes[number]
+            data, own = message.unpacked(rest[0], depth + 1), tuple(map(str, rest[3]))
+            return self._remote(rest[1], rest[2], lambda place: both(data, place, own))
         if kind == "error":
-            number, parts = int(rest[0]), [message.unpacked(part, depth + 1) for part in rest[1]]
-            if number not in self._remotes:
-                error, args, text, attributes, cause = parts
-                place = RemotePlace(self, number, "exception")
-                self._remotes[number] = errors.made(error, args, text, attributes, cause, place)
-            return self._remotes[number]
+            parts = [message.unpacked(part, depth + 1) for part in rest[1]]
+            return self._remote(rest[0], "exception", lambda place: errors.made(place, *parts))
         if kind == "error class":
-            number, bases = int(rest[0]), [message.unpacked(base, depth + 1) for base in rest[2]]
-            if number not in self._remotes:
-                place = RemotePlace(self, number, "type")
-                self._remotes[number] = errors.mirrored(place, str(rest[1])[:80], bases, rest[3])
-            return self._remotes[number]
+            name, bases = str(rest[1])[:80], [message.unpacked(b, depth + 1) for b in rest[2]]
+            made = functools.partial(errors.mirrored, name=name, bases=bases, special=rest[3])
+            return self._remote(rest[0], "type", made)
         if kind == "named":
             found = operations.named_class(str(rest[0]), str(rest[1]))
         elif kind == "module":
@@ -154,16 +147,11 @@ class Side:
             raise ValueError(f"no {kind} {rest[0]!r:.40}")
         return found
 
-    def _remote(self, number: int, name: str, builtin: str, base: str, identity: bool) -> Any:
+    def _remote(self, number: Any, kind: Any, make: Callable[[RemotePlace], Any]) -> Any:
+        """What stands for an object of that number, which is made once."""
         number = int(number)
         if number not in self._remotes:
-            place = RemotePlace(self, number, str(name)[:80])
-            place.builtin = KINDS.get(builtin)
-            place.base = next((b for b in values.LIVE if b.__name__ == base), None)
-            place.identity = identity is True
-            self._remotes[number] = (
-                coroutines.awaited(place) if builtin == "coroutine" else Remote(place)
-            )
+            self._remotes[number] = make(RemotePlace(self, number, str(kind)[:80]))
         return self._remotes[number]
 
     def keep(self, value: Any) -> int:
@@ -361,6 +349,13 @@ class Side:
             answer["held"] = [[place, number] for number, place in held]
         answer["asked"] = frame.get("asked")
         self._send(answer)
+
+
+def _stand_in(place: RemotePlace, builtin: str, base: str, identity: bool) -> Any:
+    place.builtin = KINDS.get(builtin)
+    place.base = next((b for b in values.LIVE if b.__name__ == base), None)
+    place.identity = identity is True
+    return coroutines.awaited(place) if builtin == "coroutine" else Remote(place)
 
 
 def shared_files() -> Any:

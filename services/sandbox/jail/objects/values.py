@@ -104,7 +104,7 @@ class Message:
         if kind is int:
             return ["value", value] if -SMALL < value < SMALL else ["int", hex(value)]
         if kind in MUTABLE:
-            return self._container(value, MUTABLE[kind], depth)
+            return self._container(value, depth)
         if kind in (bytes, memoryview):
             return ["bytes", bytes(value).hex()]
         if kind is complex:
@@ -121,7 +121,7 @@ class Message:
                 return ["single", name]
         return self._pack(self, value, depth)
 
-    def _container(self, value: Any, name: str, depth: int) -> Any:
+    def _container(self, value: Any, depth: int) -> Any:
         place = self._places.get(id(value))
         if place is not None:
             return ["again", place]
@@ -129,9 +129,11 @@ class Message:
         if live is not None:
             return live
         self._register(value)
-        return [name, *self._content(value, name, depth)]
+        return [MUTABLE[type(value)], *self.content(value, depth)]
 
-    def _content(self, value: Any, name: str, depth: int) -> list[Any]:
+    def content(self, value: Any, depth: int = 0) -> list[Any]:
+        """What a container holds, packed."""
+        name = MUTABLE[type(value)]
         if name == "bytearray":
             return [bytes(value).hex()]
         if name in MAPPINGS:
@@ -166,7 +168,7 @@ class Message:
             if kind == "deque":
                 made = deque(maxlen=rest[1])
             self._register(made)
-            self._fill(made, kind, rest, depth)
+            self.fill(made, rest, depth)
             if kind == "defaultdict":
                 made.default_factory = self.unpacked(rest[1], depth + 1)
             return made
@@ -187,7 +189,9 @@ class Message:
             return getattr(__import__(rest[0]), rest[1])(*parts)
         return self._unpack(self, packed, depth)
 
-    def _fill(self, made: Any, kind: str, rest: list[Any], depth: int) -> None:
+    def fill(self, made: Any, rest: Any, depth: int = 0) -> None:
+        """Gives a container another content, which `content` has packed."""
+        kind = MUTABLE[type(made)]
         if kind == "bytearray":
             made[:] = bytes.fromhex(rest[0])
         elif kind in MAPPINGS:
@@ -238,14 +242,6 @@ class Message:
         """Does to our containers what the other side has told."""
         for place, content in changed:
             self.fill(self.containers[abs(int(place))], content)
-
-    # -- a container that both sides have
-
-    def content(self, container: Any) -> list[Any]:
-        return self._content(container, MUTABLE[type(container)], 0)
-
-    def fill(self, container: Any, content: Any) -> None:
-        self._fill(container, MUTABLE[type(container)], content, 0)
 
 
 def state(container: Any) -> list[Any]:

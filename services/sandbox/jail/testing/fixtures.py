@@ -180,8 +180,7 @@ class Filling:
             return self.store.value(scope, key, lambda: self._made(found[0], scope))
         if name in self.item.values:
             return self.item.values[name]
-        if name in self.registry.builtin:
-            make = self.registry.builtin[name]
+        if make := self.registry.builtin.get(name):
             return self.store.value("function", name, lambda: make(self.store))
         raise LookupError(f"fixture {name!r} not found")
 

@@ -56,8 +56,18 @@ class MonkeyPatch:
         if isinstance(target, type):  # a static method stays one
             members = target.__dict__
             old = members[name] if name in members else MISSING  # noqa: SIM401 (it may be remote)
-        set_both(self.side, target, name, value)
-        self._undo.append(lambda: restore_both(self.side, target, name, old))
+        setattr(target, name, value)
+        if shared(target, name):
+            self.side.ask("patch", 0, target.__name__, name, value)
+        self._undo.append(lambda: self._restore(target, name, old))
+
+    def _restore(self, target: Any, name: str, old: Any) -> None:
+        if old is MISSING:
+            delattr(target, name)
+        else:
+            setattr(target, name, old)
+        if shared(target, name):
+            self.side.ask("restore", 0, target.__name__, name)
 
     def delattr(self, target: Any, name: Any = MISSING, raising: bool = True) -> None:
         if name is MISSING:
@@ -124,21 +134,6 @@ def found(path: str) -> tuple[Any, str]:
             __import__(f"{target.__name__}.{part}")
         target = getattr(target, part)
     return target, name
-
-
-def set_both(side: Side, target: Any, name: str, value: Any) -> None:
-    setattr(target, name, value)
-    if shared(target, name):
-        side.ask("patch", 0, target.__name__, name, value)
-
-
-def restore_both(side: Side, target: Any, name: str, old: Any) -> None:
-    if old is MISSING:
-        delattr(target, name)
-    else:
-        setattr(target, name, old)
-    if shared(target, name):
-        side.ask("restore", 0, target.__name__, name)
 
 
 def watch_mock(side: Side) -> None:

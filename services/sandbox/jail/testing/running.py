@@ -41,6 +41,20 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         ready = False
     side.patience_s = patience_s
     tests = Tests(side)
+
+    def answer() -> None:
+        while True:
+            asked = frames.receive(channel)["test"]
+            side.patience_s = patience_s
+            verdict = tests.outcome(asked)
+            if side.refused:
+                report(unsupported=side.refused, provoked=side.provoked)
+                return
+            if side.closed:
+                error = "the solution's process has ended"
+                verdict = {"passed": False, "lost": True, "error": error}
+            report(test=asked, **verdict)
+
     try:
         items = tests.collected(program["source"], program.get("files") is True) if ready else []
     except BaseException as error:
@@ -52,29 +66,14 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
         elif isinstance(error, Skipped):
             report(ready=True, tests=["skipped"])
             tests.skipped = True
-            _answer(tests, side, channel, report, patience_s)
+            answer()
         else:
             report(broken=said)
         return
     ready = ready and bool(items or not side.used)  # it may have been asked for parameters
     report(ready=ready, tests=[item.name for item in items])
     if ready:
-        _answer(tests, side, channel, report, patience_s)
-
-
-def _answer(
-    tests: Tests, side: Side, channel: int, report: Callable[..., None], patience_s: float
-) -> None:
-    while True:
-        asked = frames.receive(channel)["test"]
-        side.patience_s = patience_s
-        verdict = tests.outcome(asked)
-        if side.refused:
-            report(unsupported=side.refused, provoked=side.provoked)
-            return
-        if side.closed:
-            verdict = {"passed": False, "lost": True, "error": "the solution's process has ended"}
-        report(test=asked, **verdict)
+        answer()
 
 
 class Tests:
@@ -106,9 +105,9 @@ class Tests:
             case.isinstance = namespace.is_a  # type: ignore[attr-defined]
         module = namespace.executed(source)
         builtin: dict[str, Callable[[Store], Any]] = {
-            "capsys": captured,
-            "capfd": captured,
-            "monkeypatch": self._monkeypatch,
+            "capsys": lambda store: _ended(store, patching.CapturedOutput(), "stop"),
+            "capfd": lambda store: _ended(store, patching.CapturedOutput(), "stop"),
+            "monkeypatch": lambda store: _ended(store, patching.MonkeyPatch.of(side)(), "undo"),
             "tmp_path": lambda _: self._folders().mktemp("test"),
             "tmp_path_factory": lambda _: self._folders(),
         }
@@ -116,11 +115,6 @@ class Tests:
         self._module = module
         self._items = list(collected(module, self._registry))
         return self._items
-
-    def _monkeypatch(self, store: Store) -> Any:
-        patch = patching.MonkeyPatch.of(self._side)()
-        store.at_end("function", patch.undo)
-        return patch
 
     def _folders(self) -> patching.Folders:
         if self._side.files is None:
@@ -237,10 +231,9 @@ class Tests:
             self._store.at_end("function", lambda: _call(end, argument))
 
 
-def captured(store: Store) -> Any:
-    """A fixture's value for `capsys`."""
-    made = patching.CapturedOutput()
-    store.at_end("function", made.stop)
+def _ended(store: Store, made: Any, end: str) -> Any:
+    """A fixture's value, which its method `end` ends with the test."""
+    store.at_end("function", getattr(made, end))
     return made
 
 

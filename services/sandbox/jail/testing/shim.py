@@ -117,16 +117,16 @@ def deprecated_call(*, match: Any = None) -> Any:
     return warns((DeprecationWarning, PendingDeprecationWarning, FutureWarning), match=match)
 
 
-def skip(reason: str = "", *, allow_module_level: bool = False) -> None:
-    raise Skipped(reason)
+def _raising(kind: type[BaseException]) -> Any:
+    """`pytest.skip` and its like."""
 
+    def raising(
+        reason: str = "", pytrace: bool = True, *, allow_module_level: bool = False
+    ) -> None:
+        raise kind(reason)
 
-def xfail(reason: str = "") -> None:
-    raise ExpectedFailure(reason)
-
-
-def fail(reason: str = "", pytrace: bool = True) -> None:
-    raise FailedByTest(reason)
+    raising.Exception = kind  # type: ignore[attr-defined]
+    return raising
 
 
 def importorskip(modname: str, minversion: Any = None, reason: Any = None, **_: Any) -> Any:
@@ -212,13 +212,13 @@ class _Pytest(types.ModuleType):
 def shim(side: Side) -> Any:
     """The module for the tests of this pipe."""
     module: Any = _Pytest(side)
-    for own in (raises, warns, deprecated_call, skip, xfail, fail, importorskip, fixture):
+    for own in (raises, warns, deprecated_call, importorskip, fixture):
         module.__dict__[own.__name__] = own
+    for name, kind in (("skip", Skipped), ("xfail", ExpectedFailure), ("fail", FailedByTest)):
+        module.__dict__[name] = _raising(kind)
     module.__dict__.update(approx=Approx, param=Parameters, mark=Marks(), main=lambda *a, **k: 0)
     module.__dict__.update(MonkeyPatch=MonkeyPatch.of(side), FixtureRequest=FixtureRequest)
     module.__dict__.update(CaptureFixture=_Generic, ExceptionInfo=ExceptionInfo)
-    for function, kind in ((fail, FailedByTest), (skip, Skipped), (xfail, ExpectedFailure)):
-        function.Exception = kind  # type: ignore[attr-defined]
     return module
 
 
