@@ -162,19 +162,18 @@ class Compute:
             if index in self._claimed:
                 return
             self._claimed.add(index)
-            sending = self._send_to_all(self._group.current(), index, gradient)
-            task = asyncio.create_task(self._group.or_lost(sending))
+            generation = self._group.current()
+
+            async def send_to_all() -> None:
+                keep = self._rank.keeping()
+                cut = self._rank.learner.own_part
+                async with self._lending.lent(generation, index, gradient, cut) as orders:
+                    await self._mesh.host.run_blocking(keep, index, gradient, deadline_s=MOVE_S)
+                    await self._group.ask_all(Ranks.keep, orders)
+
+            task = asyncio.create_task(self._group.or_lost(send_to_all()))
             task.add_done_callback(looked_at)
             self._sending.add(task)  # until `apply`; a hybrid does not wait for it
-
-    async def _send_to_all(
-        self, generation: int, index: int, gradient: NDArray[np.float32]
-    ) -> None:
-        keep = self._rank.keeping()
-        cut = self._rank.learner.own_part
-        async with self._lending.lent(generation, index, gradient, cut) as orders:
-            await self._mesh.host.run_blocking(keep, index, gradient, deadline_s=MOVE_S)
-            await self._group.ask_all(Ranks.keep, orders)
 
     @piece(CHANGE)
     async def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:

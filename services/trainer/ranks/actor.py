@@ -6,37 +6,9 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
+from common.api import ranks as orders
 from common.api.calls.role import Drain, Drained, Settle, Settled
-from common.api.ranks import (
-    ADOPT_S,
-    COMPUTE_S,
-    FORM_S,
-    MOVE_S,
-    Adopt,
-    LentGradient,
-    Meeting,
-    Norm,
-    OrderDone,
-    RankOrder,
-    Ranks,
-    Rest,
-    RestoreRows,
-    RoundPart,
-    RoundStats,
-    RowsRestored,
-    RowsSaved,
-    RowsStaged,
-    SavedFiles,
-    SaveRows,
-    ScorePart,
-    Scores,
-    StagedRows,
-    StageRows,
-    StandsBy,
-    Taking,
-    Trouble,
-    Update,
-)
+from common.api.ranks import ADOPT_S, COMPUTE_S, FORM_S, MOVE_S, Ranks
 from common.api.stats import RankStats
 from common.base.errors import Fenced
 from common.base.files.below import below
@@ -132,16 +104,16 @@ class RankActor(Actor):
         return Settled(self._rows.bytes, held[Tier.MEMORY], held[Tier.DISK])
 
     @call(Ranks.rest)
-    async def rest(self, order: Rest) -> OrderDone:
+    async def rest(self, order: orders.Rest) -> orders.OrderDone:
         self._check(order.generation)
         await self._rows.obey(order)
-        return OrderDone()
+        return orders.OrderDone()
 
     async def until_drained(self) -> None:
         await self._drained.wait()
 
     @call(Ranks.stand_by)
-    async def stand_by(self, order: RankOrder) -> StandsBy:
+    async def stand_by(self, order: orders.RankOrder) -> orders.StandsBy:
         if order.generation < self._generation:
             raise self._fenced(order.generation)
         self._generation = order.generation
@@ -152,33 +124,33 @@ class RankActor(Actor):
         await self._thread.ended()
         await self._saving.clear()
         settings = self._mesh.settings
-        return StandsBy(settings.host, address_of(interfaces.wide(settings)))
+        return orders.StandsBy(settings.host, address_of(interfaces.wide(settings)))
 
     @call(Ranks.form)
-    async def form(self, meeting: Meeting) -> OrderDone:
+    async def form(self, meeting: orders.Meeting) -> orders.OrderDone:
         self._check(meeting.generation)
         wide = spans_hosts(meeting.where)
         if not wide:
             below(self._meetings, meeting.where, self._mesh.name)
         interface = interfaces.wide(self._mesh.settings) if wide else interfaces.LOOPBACK
         await self._thread.run(self._rank.form, meeting, interface, deadline_s=FORM_S)
-        return OrderDone()
+        return orders.OrderDone()
 
     @call(Ranks.begin)
-    def begin(self, order: RankOrder) -> OrderDone:
+    def begin(self, order: orders.RankOrder) -> orders.OrderDone:
         self._check(order.generation)
         self._rank.begin()
-        return OrderDone()
+        return orders.OrderDone()
 
     @call(Ranks.compute)
-    async def compute(self, part: RoundPart) -> RoundStats:
+    async def compute(self, part: orders.RoundPart) -> orders.RoundStats:
         self._check(part.generation)
         bins = [Bin.from_arrays(bin) for bin in part.bins]
         stats = await self._thread.run(self._rank.compute, part.index, bins, deadline_s=COMPUTE_S)
-        return RoundStats([asdict(one) for one in stats])
+        return orders.RoundStats([asdict(one) for one in stats])
 
     @call(Ranks.keep)
-    async def keep(self, lent: LentGradient) -> OrderDone:
+    async def keep(self, lent: orders.LentGradient) -> orders.OrderDone:
         self._check(lent.generation)
         path = below(self._meetings, lent.path, self._mesh.name) if lent.path else None
         keep, run = self._rank.keeping(cut=path is None), self._mesh.host.run_blocking
@@ -188,61 +160,61 @@ class RankActor(Actor):
             about = f"trainer/{self._seat.job}", lent.pieces, lent.size, lent.bulk
             numbers = await collect(self._mesh, self._bulk, *about)
         await run(keep, lent.index, numbers, deadline_s=MOVE_S)
-        return OrderDone()
+        return orders.OrderDone()
 
     @call(Ranks.adopt)
-    async def adopt(self, order: Adopt) -> OrderDone:
+    async def adopt(self, order: orders.Adopt) -> orders.OrderDone:
         self._check(order.generation)
         settings = AlgorithmConfig(**order.algorithm), OptimizerConfig(**order.optimizer)
         await self._thread.run(self._rank.learner.adopt, *settings, deadline_s=ADOPT_S)
-        return OrderDone()
+        return orders.OrderDone()
 
     @call(Ranks.apply)
-    async def apply(self, update: Update) -> Norm:
+    async def apply(self, update: orders.Update) -> orders.Norm:
         self._check(update.generation)
         about = update.rounds, update.denominator, update.lr_factor
         norm = await self._thread.run(self._rank.apply, *about, deadline_s=COMPUTE_S)
-        return Norm(norm)
+        return orders.Norm(norm)
 
     @call(Ranks.score)
-    async def score(self, part: ScorePart) -> Scores:
+    async def score(self, part: orders.ScorePart) -> orders.Scores:
         self._check(part.generation)
         bin = Bin.from_arrays(part.bin)
-        return Scores(
+        return orders.Scores(
             await self._thread.run(self._rank.score, bin, part.what, deadline_s=COMPUTE_S)
         )
 
     @call(Ranks.stage)
-    async def stage(self, order: StageRows) -> OrderDone:
+    async def stage(self, order: orders.StageRows) -> orders.OrderDone:
         self._check(order.generation)
         await self._staging.stage(order)
-        return OrderDone()
+        return orders.OrderDone()
 
     @call(Ranks.staged)
-    async def staged(self, order: RowsStaged) -> StagedRows:
+    async def staged(self, order: orders.RowsStaged) -> orders.StagedRows:
         self._check(order.generation)
         return await self._staging.staged(order)
 
     @call(Ranks.save)
-    async def save(self, order: SaveRows) -> Trouble:
+    async def save(self, order: orders.SaveRows) -> orders.Trouble:
         self._check(order.generation)
         return await self._saving.save(order)
 
     @call(Ranks.saved)
-    async def saved(self, order: RowsSaved) -> SavedFiles:
+    async def saved(self, order: orders.RowsSaved) -> orders.SavedFiles:
         self._check(order.generation)
         return await self._saving.saved(order)
 
     @call(Ranks.restore)
-    async def restore(self, order: RestoreRows) -> RowsRestored:
+    async def restore(self, order: orders.RestoreRows) -> orders.RowsRestored:
         self._check(order.generation)
         return await self._restoring.restore(order)
 
     @call(Ranks.take)
-    async def take(self, taking: Taking) -> OrderDone:
+    async def take(self, taking: orders.Taking) -> orders.OrderDone:
         self._check(taking.generation)
         await self._thread.run(self._rank.learner.take, taking.names, None, deadline_s=MOVE_S)
-        return OrderDone()
+        return orders.OrderDone()
 
     def _check(self, generation: int) -> None:
         if generation != self._generation:

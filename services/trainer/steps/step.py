@@ -64,7 +64,9 @@ class TrainingStep:
 
     async def run(self, groups: AsyncIterator[Group]) -> Stepped:
         """Trains on groups in the order in which they come."""
-        if self._streams:
+        config = self._config
+        whole = self._algorithm.prepare or passes(config.algorithm) or config.algorithm.updates > 1
+        if not whole and not config.training.deterministic:  # bins before all groups are there
             await self._streamed(groups)
         else:
             arrived = [group async for group in groups]
@@ -89,13 +91,6 @@ class TrainingStep:
             ]
             await self._update(rounds, plan, members)
         return self.done
-
-    @property
-    def _streams(self) -> bool:
-        """Whether bins may be computed before all groups are there."""
-        config = self._config
-        whole = self._algorithm.prepare or passes(config.algorithm) or config.algorithm.updates > 1
-        return not whole and not config.training.deterministic
 
     def _maker(self) -> RoundMaker:
         training = self._config.training

@@ -72,7 +72,12 @@ class Restoring:
                 await self.restore(name, checkpoint)
             except (Damaged, NotFound) as error:
                 first = first or error
-                await self._set_aside(name, error, before)
+                path = _place(error, self._directory / f"{name}.json")
+                failing = "the job fails: there is no other"
+                then = f"training goes on from {before}" if before else failing
+                op, told = uuid.uuid4().hex, self._told("checkpoint", path, error, then)
+                await self._ask(Weights.set_aside, SetAside(self._data.id, name, op, told))
+                await self._tell(told, op)  # the store has, if there was something to set aside
             else:
                 return name, checkpoint
         raise ConfigError(
@@ -172,13 +177,6 @@ class Restoring:
             where = error.where if isinstance(error, MeshError) else str(error.filename or "")
             why = f"the model of a checkpoint cannot be read: {error}"
             raise Damaged(why, where=where) from error
-
-    async def _set_aside(self, name: str, error: MeshError, before: str) -> None:
-        path = _place(error, self._directory / f"{name}.json")
-        then = f"training goes on from {before}" if before else "the job fails: there is no other"
-        op, told = uuid.uuid4().hex, self._told("checkpoint", path, error, then)
-        await self._ask(Weights.set_aside, SetAside(self._data.id, name, op, told))
-        await self._tell(told, op)  # the store has, if there was something to set aside
 
     def _told(self, kind: str, path: Path, error: MeshError, then: str) -> dict[str, Any]:
         self._mesh.telemetry.log.error("damaged", path=str(path), why=error.message, then=then)

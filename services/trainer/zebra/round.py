@@ -103,8 +103,13 @@ class Round:
         keys = [key for key in keys if not (forward_only and key.backward)]
         dispatched = [one for key in keys if (one := self._dispatched(key))]
         combined = [one for key in keys if (one := self._combined(key))]
+        here = [own.stop > own.start for own in map(self._experts_here, range(self._layers))]
+        if self._attends:
+            order = attention_order(self._layers, micros, here)
+        else:
+            order = [task for task in expert_order(self._layers, micros) if here[task.layer]]
         with self._dispatch.round(dispatched, shared), self._combine.round(combined, shared):
-            for task in self._order(micros):
+            for task in order:
                 if forward_only and task.backward:
                     continue
                 if task.work is not TaskKind.ATTENTION:
@@ -118,12 +123,6 @@ class Round:
     def fail(self, error: BaseException) -> None:
         """Ends a round that another thread computes."""
         self._shared.fail(error)
-
-    def _order(self, micros: int) -> list[Task]:
-        here = [own.stop > own.start for own in map(self._experts_here, range(self._layers))]
-        if self._attends:
-            return attention_order(self._layers, micros, here)
-        return [task for task in expert_order(self._layers, micros) if here[task.layer]]
 
     @property
     def transfers(self) -> list[tuple[float, float]]:
@@ -156,7 +155,11 @@ class Round:
             else:
                 self._piece(passed, number, coming)
         if number < self._layers:
-            self._send(number, j, passed.cuts[number])
+            cut = passed.cuts[number]
+            chosen, x = cut.told, PieceOutputs(*cut.ends).x
+            passed.sent[number] = found = self._sorted(number, chosen)
+            rows = x.index_select(0, found.order // chosen.shape[1])
+            self._give(ExchangeKey(False, number, j), found, rows)
         if not self._keeps:
             passed.cuts.pop(number - 1, None)
 
@@ -193,12 +196,6 @@ class Round:
         apart = self._joined(False, number - 1, j, passed.sent[number - 1])
         k = self._pieces.layer(number - 1).experts.config.experts_per_token
         return PieceInputs(ends.residual, ends.shares, apart.view(-1, k, self._width))
-
-    def _send(self, mixture: int, j: int, cut: Cut) -> None:
-        chosen, x = cut.told, PieceOutputs(*cut.ends).x
-        self._micros[j].sent[mixture] = found = self._sorted(mixture, chosen)
-        rows = x.index_select(0, found.order // chosen.shape[1])
-        self._give(ExchangeKey(False, mixture, j), found, rows)
 
     def _send_back(self, mixture: int, j: int) -> None:
         passed = self._micros[j]
