@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,11 +117,13 @@ class EvaluationRun:
         self._sets += 1
         every = [
             [
-                trajectory(shard, base + i, member, i, version, temperature)
+                Trajectory(base + i, member, i, version, shard.seed_of(base + i, member))
                 for member in range(samples)
             ]
             for i in range(len(rows))
         ]
+        for t in itertools.chain(*every):
+            t.recorded, t.temperature = False, temperature
         each = [(t, row) for ts, row in zip(every, rows, strict=True) for t in ts]
         await all_of(shard.runner.run(t, row) for t, row in each)
         drawn = DrawnSet([[] for _ in rows])
@@ -157,12 +160,3 @@ async def evaluate(shard: ShardJob, plan: EvaluationPlan, lineage: int) -> None:
     )
     if plan.tag not in {e["tag"] for e in recorded}:
         await EvaluationRun(shard, plan, lineage).run()
-
-
-def trajectory(
-    shard: ShardJob, group: int, member: int, prompt: int, version: int, temperature: float
-) -> Trajectory:
-    t = Trajectory(group, member, prompt, version, shard.seed_of(group, member))
-    t.recorded = False
-    t.temperature = temperature
-    return t

@@ -221,7 +221,20 @@ def _windows(name: str, value: _ConfigReader, layers: int) -> dict[str, Any]:
     in_use = name in ("mistral", "mixtral") or value("use_sliding_window")
     listed = value("layer_types") if ARCHITECTURES[name].layer_types else None
     if listed is not None:
-        _check_layer_types(listed, layers, bool(in_use and window))
+        unknown = {kind for kind in listed} - {_SLIDING, _FULL}
+        if len(listed) != layers or unknown:
+            what = f"has {sorted(unknown)}" if unknown else f"has {len(listed)} entries"
+            raise ConfigError(
+                f"layer_types {what} for {layers} layers of full or sliding attention",
+                where="config.json: layer_types",
+                fix=f"use a model of {_FULL} and {_SLIDING} layers",
+            )
+        if _SLIDING in listed and not (in_use and window):
+            raise ConfigError(
+                "layer_types has sliding layers, and there is no window in use",
+                where="config.json: use_sliding_window",
+                fix="set use_sliding_window and sliding_window, or make all layers full",
+            )
         sliding = [i for i in range(layers) if listed[i] == _SLIDING]
     elif not in_use or window is None:
         sliding = []
@@ -242,23 +255,6 @@ def _windows(name: str, value: _ConfigReader, layers: int) -> dict[str, Any]:
             fix="set use_sliding_window to false, or make it 1 at least",
         )
     return {"sliding_window": int(window), "sliding_layers": tuple(sliding)}
-
-
-def _check_layer_types(listed: Any, layers: int, window: bool) -> None:
-    unknown = {kind for kind in listed} - {_SLIDING, _FULL}
-    if len(listed) != layers or unknown:
-        what = f"has {sorted(unknown)}" if unknown else f"has {len(listed)} entries"
-        raise ConfigError(
-            f"layer_types {what} for {layers} layers of full or sliding attention",
-            where="config.json: layer_types",
-            fix=f"use a model of {_FULL} and {_SLIDING} layers",
-        )
-    if _SLIDING in listed and not window:
-        raise ConfigError(
-            "layer_types has sliding layers, and there is no window in use",
-            where="config.json: use_sliding_window",
-            fix="set use_sliding_window and sliding_window, or make all layers full",
-        )
 
 
 def _windows_described(config: ModelConfig) -> dict[str, Any]:

@@ -73,8 +73,21 @@ class GroupCommit:
             self._add(engine, Tokens(ids, zeros, none, floats, floats, none, ends, 0))
 
     async def put(self, engine: str, flush: Tokens) -> None:
-        """Takes an engine's flush in; waits only while the writer cannot write."""
-        _check(engine, flush)
+        """Takes an engine's flush in; waits only while the writer cannot write. BadMessage when its
+        columns do not fit: they would shift those of other engines.
+        """
+        n, total = len(flush.ids), int(flush.counts.sum())
+        sizes = len(flush.counts) - n, len(flush.finish) - n
+        lengths = len(flush.tokens), len(flush.logprobs), len(flush.versions)
+        if any(sizes) or set(lengths) != {total} or (n and int(flush.counts.min()) < 0):
+            raise BadMessage(f"a flush of {n} requests and {lengths} tokens", where=engine)
+        codes = set(flush.finish.tolist())
+        if not codes <= _CODES:
+            raise BadMessage(f"a flush with finish codes {codes}", where=engine)
+        experts = flush.experts
+        if experts.dtype != np.int16 or experts.ndim != 2 or len(experts) not in (0, total):
+            told = f"{experts.dtype}{list(experts.shape)}"
+            raise BadMessage(f"a flush of {total} tokens, and experts {told}", where=engine)
         self._add(engine, flush)
         if self._backlog > BACKLOG_TOKENS:
             await self.settled()
@@ -162,19 +175,3 @@ def _joined(parts: list[Array], dtype: type[np.generic]) -> Array:
 
 
 _CODES = {Finish.RUNNING, Finish.STOP, Finish.LENGTH, Finish.ABORTED}  # that a flush may bring
-
-
-def _check(engine: str, flush: Tokens) -> None:
-    """BadMessage when a flush's columns do not fit: it would shift those of other engines."""
-    n, total = len(flush.ids), int(flush.counts.sum())
-    sizes = len(flush.counts) - n, len(flush.finish) - n
-    lengths = len(flush.tokens), len(flush.logprobs), len(flush.versions)
-    if any(sizes) or set(lengths) != {total} or (n and int(flush.counts.min()) < 0):
-        raise BadMessage(f"a flush of {n} requests and {lengths} tokens", where=engine)
-    codes = set(flush.finish.tolist())
-    if not codes <= _CODES:
-        raise BadMessage(f"a flush with finish codes {codes}", where=engine)
-    experts = flush.experts
-    if experts.dtype != np.int16 or experts.ndim != 2 or len(experts) not in (0, total):
-        told = f"{experts.dtype}{list(experts.shape)}"
-        raise BadMessage(f"a flush of {total} tokens, and experts {told}", where=engine)
