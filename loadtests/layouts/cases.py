@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.hardware.profiles import declared
@@ -10,7 +11,7 @@ from common.hardware.shapes import ModelShape
 from services.planner.costs.rollout import EngineGang
 from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
 from services.planner.layouts.allocation import Timed
-from services.planner.layouts.grouping import LengthGroup, alike, by_length
+from services.planner.layouts.grouping import LengthGroup, alike, by_length, together
 from services.planner.layouts.nodes import LayoutNode
 from services.planner.layouts.serving import GangServer, Served
 
@@ -34,7 +35,20 @@ class Case:
 
     def cost(self, server: int, groups: frozenset[int]) -> float:
         """Of any groups, not only of contiguous ones."""
-        return self.servers[server].serves_s([self.groups[i] for i in sorted(groups)])
+        return serves_s(self.servers[server], [self.groups[i] for i in sorted(groups)])
+
+
+def serves_s(one: GangServer, groups: Sequence[LengthGroup]) -> float:
+    """Seconds until groups are done that are all that a server serves."""
+    alone_s = max(map(one.alone_s, groups))
+    if alone_s == float("inf"):
+        return alone_s
+    whole = together(groups)
+    steps = max(whole.longest, whole.generated / one.slots, whole.held / one.capacity)
+    base_s = max(one.curve.base_s * steps, one.busy_s * whole.generated)
+    slots_s = (one.curve.base_s * whole.generated + whole.tools_s) / one.slots
+    added_s = one.curve.sequence_s * whole.generated + one.curve.context_s * whole.held
+    return max(alone_s, max(base_s, slots_s) + added_s + one.prefill_s(whole.prompts))
 
 
 def servers(shape: ModelShape, kinds: tuple[str, ...], slots: int = 256) -> tuple[GangServer, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from loadtests.layouts.cases import serves_s
 from services.planner.costs.rollout import FRAGMENTED, REDUCES, SLOTS, WORKSPACE, EngineGang
 from services.planner.layouts.grouping import LengthGroup
 from services.planner.layouts.serving import GangServer
@@ -85,7 +86,7 @@ def best_s(by_degree: dict[int, GangServer], workers: int, groups: Sequence[Leng
     """The shortest time of its layouts, each as long as its slowest gang really takes."""
     return min(
         max(
-            one.serves_s(mine)
+            serves_s(one, mine)
             for one, mine in zip(servers, longest_first(servers, groups), strict=True)
             if mine
         )

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 from common.hardware.profiles import declared
 from loadtests.layouts import brute, released
-from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, small
+from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, serves_s, small
 from loadtests.measuring.entry import options, report
 from services.planner.costs.rollout import EngineGang
 from services.planner.costs.training import TrainingWork
@@ -127,7 +127,7 @@ def peers(rng: random.Random, cases: int) -> dict[str, float]:
         by_degree = {one.degree: one for one in ours}
         longest_first.append(released.best_s(by_degree, 16, groups) / best.rollout_s)
         chosen, better = (rollout(of, groups, nodes) for of in (theirs, list(corrected.values())))
-        took = [corrected[g.degree].serves_s(groups[g.first : g.end]) for g in chosen.gangs]
+        took = [serves_s(corrected[g.degree], groups[g.first : g.end]) for g in chosen.gangs]
         formulas.append(max(took) / better.rollout_s)
         changed += [g.degree for g in chosen.gangs] != [g.degree for g in better.gangs]
     step = (64, 2048)

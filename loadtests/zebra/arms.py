@@ -9,8 +9,8 @@ from common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCo
 from common.hardware.zebra.batches import spread
 from common.hardware.zebra.costs import Costs
 from common.hardware.zebra.kinds import declared_profile
-from common.hardware.zebra.prices import costs_of
 from common.hardware.zebra.profile import AcceleratorCosts, Profile
+from common.hardware.zebra.shapes import costs_of
 from common.hardware.zebra.timeline import Timeline, serial_s, timeline
 from services.trainer.bins.division import ZebraDivision
 from sim.zebra.setups import MODELS

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from common.base.encoding.plain import plain, restored
+from common.base.errors import BadMessage
 from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction
 from services.planner.policies.mixtures import Mixture, told
@@ -26,45 +28,25 @@ class PlannerMemory(PoolAbsences):
     correction: Correction = field(default_factory=Correction)  # of predicted speeds of engines
 
     def document(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
-        return {
-            "missing": dict(self.missing),
-            "lost": sorted(self.lost),
-            "away": dict(self.away),
-            "gone": sorted(self.gone),
-            "short": dict(self.short),
-            "aside": sorted(self.aside),
-            "watches": {job: watch.document() for job, watch in self.watches.items()},
-            "entitled": dict(self.entitled),
-            "correction": self.correction.document(),
-            "mixtures": {job: mixture.document() for job, mixture in self.mixtures.items()},
-            "explained": self._explained(),
-        }
-
-    def _explained(self) -> dict[str, dict[str, Any]]:
-        """What people are told of jobs."""
-        found = {job: dict(watch.explained) for job, watch in self.watches.items()}
+        """All of it, as JSON takes it, and what people are told of jobs and their shares."""
+        explained = {job: dict(watch.explained) for job, watch in self.watches.items()}
         for job, mixture in self.mixtures.items():
-            found.setdefault(job, {})["ranks"] = told(mixture)
-        return {job: about for job, about in found.items() if about}
+            explained.setdefault(job, {})["ranks"] = told(mixture)
+        shown = {job: about for job, about in explained.items() if about}
+        found: dict[str, Any] = {"entitled": {}} | plain(self) | {"explained": shown}
+        return found
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> PlannerMemory:
         """The memory that was written as this document; an empty one for an empty document."""
-        if not document:
-            return cls()
-        return cls(
-            missing=dict(document["missing"]),
-            lost=frozenset(document["lost"]),
-            away=dict(document["away"]),
-            gone=frozenset(document["gone"]),
-            short=dict(document["short"]),
-            aside=frozenset(document["aside"]),
-            watches={job: SplitWatch.of(d) for job, d in document["watches"].items()},
-            entitled=dict(document["entitled"]),
-            correction=Correction.of(document.get("correction", [])),
-            mixtures={job: Mixture.of(d) for job, d in document.get("mixtures", {}).items()},
-        )
+        try:
+            return restored(cls, {key: one for key, one in document.items() if key != "explained"})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise BadMessage(
+                f"what the planner remembers is of another version: {error}",
+                where="Redis",
+                fix="Start the version that wrote it, or a mesh with an empty Redis",
+            ) from error
 
     def after_outage(self) -> PlannerMemory:
         """The memory after Redis was away: all leases look expired then, so who is missing counts

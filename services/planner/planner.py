@@ -65,7 +65,12 @@ class Planner(Actor):
         """Campaigns and leads, until cancelled."""
         while True:
             try:
-                await self._campaign()
+                owner = f"{self.mesh.name}#{self.mesh.incarnation}"
+                token = await leader.campaign(self.mesh.state, ELECTION, owner, LEASE_MS)
+                if token and (token != self.token or self._stale):
+                    self._take_over(token)
+                    self._stale = False
+                self.token = token
                 if self.token:
                     settings = await self._look()
                     await self._tidy(settings)
@@ -78,14 +83,6 @@ class Planner(Actor):
                 self.mesh.telemetry.log.warning("looking again", error=str(error))
                 self._stale = True  # after an outage all leases look expired for a moment
             await self.mesh.clock.sleep(LOOK_S)
-
-    async def _campaign(self) -> None:
-        owner = f"{self.mesh.name}#{self.mesh.incarnation}"
-        token = await leader.campaign(self.mesh.state, ELECTION, owner, LEASE_MS)
-        if token and (token != self.token or self._stale):
-            self._take_over(token)
-            self._stale = False
-        self.token = token
 
     def _take_over(self, token: int) -> None:
         """Begins a term, and keeps the lease from a thread. What its predecessors remembered and

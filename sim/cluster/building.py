@@ -1,11 +1,14 @@
-"""Makes the cluster of a scenario."""
+"""Makes the cluster of a scenario, and the workloads of its jobs: what is drawn, or a trace."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from common.base.errors import ConfigError
 from common.hardware.profiles import Accelerator, declared
@@ -16,25 +19,32 @@ from common.state.pool.demand.measured import Curve
 from common.state.pool.demand.needs import Need, PlannedJob
 from services.planner.costs.correction import Correction
 from services.planner.costs.rollout import EngineGang
-from services.planner.forecast import degrees
+from services.planner.forecast.degrees import curve as degree_curve
 from services.planner.layouts.nodes import LayoutNode
-from sim.cluster.model.cluster import Cluster, SimFailure, SimHosts, Switches
+from sim.cluster.model.cluster import Cluster, SimHosts
 from sim.cluster.model.job import LONGEST, JobSpec
 from sim.cluster.model.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, SimSpeed
-from sim.cluster.model.trained import ModelTraining, PacedTraining
-from sim.cluster.model.training import TrainingSpeed
-from sim.cluster.model.workload import SimWorkload
-from sim.cluster.planned import LayoutQuery, SimLayout, layout, planned
-from sim.cluster.sources.scenario import JobTable, ModelTable, Scenario
-from sim.cluster.sources.tabled import workload_of
+from sim.cluster.model.training import ModelTraining, PacedTraining, TrainingSpeed
+from sim.cluster.model.workload import (
+    Chain,
+    LogNormal,
+    Script,
+    SimTurn,
+    SimWorkload,
+    ToolAnswer,
+    Trace,
+)
+from sim.cluster.planned import LayoutQuery, layout, planned
+from sim.cluster.sources.scenario import JobTable, ModelTable, Scenario, WorkloadTable
 from sim.cluster.ways import Trainable
+from sim.drift import Drift
 
 FRAMED = 1 << 30  # tokens of a bin, where none are declared
 
 
 def cluster_of(scenario: Scenario, base: Path) -> Cluster:
     """The cluster; files that are named relatively lie in `base`."""
-    hosts = [SimHosts(one.count, one.accelerators, one.kind) for one in scenario.hosts if one.count]
+    hosts = [one for one in scenario.hosts if one.count]
     if not hosts:
         raise ConfigError("the scenario has no hosts", fix="Give one of [[hosts]] a count")
     if len(scenario.jobs) > 1 and any(one.colocated for one in scenario.jobs):
@@ -45,22 +55,20 @@ def cluster_of(scenario: Scenario, base: Path) -> Cluster:
             raise ConfigError("a colocated job has no failures", fix="Leave [[failures]] out")
         now = scenario.switches
         jobs = [replace(jobs[0], max_staleness=0, switch_s=now.training_s, pull_s=now.rollout_s)]
-    switches = Switches(scenario.switches.rollout_s, scenario.switches.training_s)
     count = sum(one.count for one in hosts)
     for one in scenario.failures:
         if one.host >= count:
             raise ConfigError(
                 f"host {one.host} fails, and there are {count}", where="[[failures]] host"
             )
-    failures = [SimFailure(one.host, one.at_s, one.back_s) for one in scenario.failures]
-    return Cluster(hosts, jobs, switches, scenario.pool, failures)
+    return Cluster(hosts, jobs, scenario.switches, scenario.pool, scenario.failures)
 
 
 def _job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) -> JobSpec:
     shape, kind = _shape(job.model, job.name), hosts[0].kind
     for one in hosts if shape is not None else ():
         _on(one.kind)
-    workload = workload_of(job.workload, job.group_size, seed, base)
+    workload = _workload(job.workload, job.group_size, seed, base)
     engines: tuple[int, ...] = ()
     known = bool(job.measured.base_s)
     if known:
@@ -68,12 +76,20 @@ def _job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) -> Job
     elif shape is None:
         if job.plan:
             raise ConfigError(f"job {job.name} has no model to plan for", where="plan")
-        trains = _paced(job)
+        if not (job.pace and job.training_pace):
+            raise ConfigError(
+                f"job {job.name} has neither a model nor a pace of engines and of training",
+                where="[[jobs]]",
+                fix="Write [jobs.model], or pace and training_pace",
+            )
+        trains = PacedTraining(training_profile(job.training_pace), job.bin_tokens or FRAMED)
     else:
         asked = _asked(job, shape, hosts, workload)
         if job.plan:
             found = planned(asked, job.plan == "uniform")
-            job = _laid_out(job, found)
+            stays = job.plan == "uniform" and not job.planner.moves  # one degree stays the only one
+            degrees = sorted(set(found.engines)) if stays else job.degrees
+            job = replace(job, ranks=found.training.workers, degrees=degrees)
             trains, engines = ModelTraining(shape, _on(kind), found.training), found.engines
         else:
             trains = ModelTraining(shape, _on(kind), layout(asked))
@@ -180,7 +196,7 @@ def _measured(job: JobTable, shape: ModelShape | None, kind: str, degree: int) -
         steps=1,
     )
     about = PlannedJob(job.name, Phase.TRAINING, shape=shape)
-    found = degrees.curve((kind, degree), {(kind, of.degree): curve}, about, Correction())
+    found = degree_curve((kind, degree), {(kind, of.degree): curve}, about, Correction())
     assert found is not None
     return found
 
@@ -211,16 +227,6 @@ def _ratio(measured: str, kind: str, job: str) -> tuple[float, float]:
         )
     there, here = _on(measured), _on(kind)
     return here.read_bytes_per_s / there.read_bytes_per_s, here.busy_flops / there.busy_flops
-
-
-def _paced(job: JobTable) -> TrainingSpeed:
-    if not (job.pace and job.training_pace):
-        raise ConfigError(
-            f"job {job.name} has neither a model nor a pace of engines and of training",
-            where="[[jobs]]",
-            fix="Write [jobs.model], or pace and training_pace",
-        )
-    return PacedTraining(training_profile(job.training_pace), job.bin_tokens or FRAMED)
 
 
 def _asked(
@@ -255,8 +261,55 @@ def _asked(
     )
 
 
-def _laid_out(job: JobTable, found: SimLayout) -> JobTable:
-    """The job with a planned core; one degree of engines stays the only one, where nobody moves."""
-    stays = job.plan == "uniform" and not job.planner.moves
-    degrees = sorted(set(found.engines)) if stays else job.degrees
-    return replace(job, ranks=found.training.workers, degrees=degrees)
+def _workload(table: WorkloadTable, size: int, seed: int, base: Path) -> SimWorkload:
+    """The workload of a job's groups of `size`; a trace that is named relatively lies in `base`."""
+    if table.trace:
+        return Trace(_traced(base / table.trace), size)
+    longest = float(table.longest) or math.inf
+    median, sigma, tool_s = (
+        Drift(one.first, one.last or one.first) for one in (table.median, table.sigma, table.tool_s)
+    )
+    if not table.answers:
+        return LogNormal(seed, table.turns, median, sigma, tool_s, table.prompt, 1.0, longest)
+    answers = [
+        ToolAnswer((a.tool, a.size, a.status), a.weight, a.seconds, a.tokens, a.ends, a.scale)
+        for a in table.answers
+    ]
+    return Chain(seed, median, sigma, answers, table.turns, table.prompt, longest)
+
+
+def _traced(path: Path) -> list[Script]:
+    """The trajectories of a trace, a line each: `{"prompt": 512, "turns": [{"tokens": 200,
+    "tool_s": 1.5, "answer": 40, "tool": "search", "size": "small", "status": "success"}]}`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace cannot be read: {error}", where=str(path)) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            turns = [_turn(one) for one in row["turns"]]
+            prompt = float(row.get("prompt", 0.0))
+            if not turns or not 0 <= prompt < math.inf:
+                raise ValueError(f"{len(turns)} turns behind a prompt of {prompt} tokens")
+            found.append(Script(prompt, turns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: no trajectory: {error}",
+                fix='Write {"prompt": 512, "turns": [{"tokens": 200, "tool_s": 1.5}]}',
+            ) from error
+    if not found:
+        raise ConfigError("the trace is empty", where=str(path))
+    return found
+
+
+def _turn(row: dict[str, Any]) -> SimTurn:
+    tokens, tool_s = float(row["tokens"]), float(row.get("tool_s", 0.0))
+    if not (0 < tokens < math.inf and 0 <= tool_s < math.inf):
+        raise ValueError(f"{tokens} tokens and {tool_s} s are no turn")
+    named = ("tool", "size", "status")
+    state = tuple(str(row[name]) for name in named) if all(n in row for n in named) else None
+    returned = (state[0], state[1], state[2]) if state else None
+    return SimTurn(tokens, tool_s, float(row.get("answer", 0.0)), returned)

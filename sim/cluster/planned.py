@@ -87,7 +87,6 @@ def _plan(asked: LayoutQuery, degrees: Sequence[int]) -> LayoutPlan | None:
 
 
 def _ways(asked: LayoutQuery, groups: Sequence[LengthGroup]) -> Sequence[Timed]:
-    """The ways to train a step."""
     tokens = sum(one.generated + one.prompts for one in groups)
     squares = sum(one.requests * one.longest_context**2 for one in groups)
     work = TrainingWork(sum(one.requests for one in groups), tokens, squares)

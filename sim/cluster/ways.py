@@ -1,6 +1,6 @@
 """The ways to train that a job's processes can run, with the time of each: what `allocation.py`
-chooses of. Libra's outer enumeration (arXiv 2606.03077), pruned as there by memory, by batches that
-do not divide, and by the bubbles of pipelines.
+chooses of. Libra's outer enumeration (arXiv 2606.03077), pruned as there by memory and by the
+bubbles of pipelines.
 """
 
 from __future__ import annotations
@@ -34,15 +34,12 @@ class Trainable:
 
     tensor: tuple[int, ...] = (1,)  # degrees
     pipeline: tuple[int, ...] = (1,)  # stages
-    micro: tuple[int, ...] = (1,)  # sequences at a time
     sharded: bool = True
-    recomputed: tuple[bool, ...] = (False, True)  # whether layers are computed once more
-    even: bool = False  # whether replicas must have as many micro-batches each
     least: int = 1  # accelerators, as of a core's ranks
     most: int = 0  # 0: as many as there are
     grain: int = 1  # accelerators that are added at a time; 8 of large clusters
 
-    def layouts(self, kind: str, workers: int, sequences: int) -> Iterator[TrainingLayout]:
+    def layouts(self, kind: str, workers: int) -> Iterator[TrainingLayout]:
         """Those on up to so many accelerators of a kind."""
         most = min(workers, self.most or workers)
         for tensor, stages in product(self.tensor, self.pipeline):
@@ -50,14 +47,8 @@ class Trainable:
                 count = data * tensor * stages
                 if count < self.least or count % self.grain:
                     continue
-                for micro, again in product(self.micro, self.recomputed):
-                    if not self.even or not sequences % (data * micro):
-                        yield TrainingLayout(kind, data, tensor, stages, micro, self.sharded, again)
-
-
-# What a simulated cluster declares: Megatron's dimensions, as Libra enumerates them.
-DIMENSIONS = (1, 2, 4, 8)
-SIMULATED = Trainable(DIMENSIONS, DIMENSIONS, DIMENSIONS, sharded=False, even=True)
+                for again in (False, True):  # whether layers are computed once more
+                    yield TrainingLayout(kind, data, tensor, stages, self.sharded, again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +68,11 @@ class TrainingWays:
             total[node.kind] += node.free
             largest[node.kind] = max(largest[node.kind], node.free)
         return [
-            self._timed(layout)
+            Timed(layout, step_s(self.shape, self.profiles[kind], layout, self.work))
             for kind, workers in total.items()
-            for layout in self.by.layouts(kind, workers, self.work.sequences)
+            for layout in self.by.layouts(kind, workers)
             if layout.tensor <= largest[kind] and self._fits(layout)
         ]
-
-    def _timed(self, layout: TrainingLayout) -> Timed:
-        return Timed(layout, step_s(self.shape, self.profiles[layout.kind], layout, self.work))
 
     def _fits(self, layout: TrainingLayout) -> bool:
         """Whether it divides the model, and has the memory, and computes most of the time."""

@@ -16,8 +16,8 @@ import textwrap
 from common.hardware.zebra.costs import Costs
 from common.hardware.zebra.timeline import makespan
 from sim.zebra.figures import NEAR, K, causes, compared, sensitivity
-from sim.zebra.hosted import plain, with_and_without
 from sim.zebra.orders import best_of_all, best_of_swaps
+from sim.zebra.runs import plain, with_and_without
 
 ORDERED = ((1, 2), (2, 2))  # layers and micro-batches of which all orders are tried
 SWAPS = 400
@@ -47,7 +47,6 @@ def orders() -> dict[str, float]:
 
 
 def main() -> None:
-    """The entry."""
     figures = compared()
     print(f"{'':20}{'':44}{'source':>8}{'here':>8}{'off':>8}")
     for one in figures:
@@ -65,7 +64,9 @@ def main() -> None:
     print(f", {gaps['order_gap_bare']:.1%} where transfers and the last piece cost nothing")
     found: dict[str, object] = {one.name: round(one.ours, 4) for one in figures}
     found |= {f"{one.name}_off": round(one.off, 4) for one in figures}
-    found |= {f"asym_{m.lower()}_{k}k_judged": judged(m, k) for m, k in (("W1", 4), ("D1", 4))}
+    for model in ("W1", "D1"):  # with the experts that `common/hardware/zebra/asymmetry.py` hosts
+        none, some = with_and_without(model, 4 * K)
+        found[f"asym_{model.lower()}_4k_judged"] = round(none.makespan / some.makespan, 4)
     found["hidden_d1_8k"] = round(with_and_without("D1", 8 * K)[0].hidden, 4)
     found |= {name: round(value, 4) for name, value in gaps.items()}
     found["sensitivity"] = {
@@ -73,14 +74,6 @@ def main() -> None:
         for assumed, row in moved.items()
     }
     print(json.dumps(found))
-
-
-def judged(model: str, k: int) -> float:
-    """What hosting saves with the number of experts that `common/hardware/zebra/asymmetry.py`
-    settles on.
-    """
-    none, some = with_and_without(model, k * K)
-    return round(none.makespan / some.makespan, 4)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from common.hardware.zebra.batches import checked, spread
 from common.hardware.zebra.costs import BACKWARD
-from common.hardware.zebra.prices import costs_of
 from common.hardware.zebra.profile import AcceleratorCosts, Profile
-from common.hardware.zebra.shapes import CoreShape
+from common.hardware.zebra.shapes import CoreShape, costs_of
 from common.hardware.zebra.timeline import serial_s
 from common.hardware.zebra.together import all_to_all_s, expert_parallel_s, reduced_s
 
@@ -53,18 +52,22 @@ def _pipelines(
     profile: Profile, lengths: Mapping[int, int], fast: int, slow: int
 ) -> Iterator[float]:
     """Seconds of a step, 1F1B: all stages once, and the slowest for every other micro-batch."""
-    count = sum(lengths.values())
+    count, tokens = sum(lengths.values()), checked(lengths)
     for width in range(1, min(fast, slow) + 1):
         if fast % width or slow % width or count % width:
             continue
         stages = fast // width, slow // width
         micros = count // width
         each = [_layer_s(profile, lengths, kind, width, micros) for kind in _kinds(profile)]
-        heads = [_head_s(profile, lengths, kind, width * micros) for kind in _kinds(profile)]
+        each_head = tokens / (width * micros)
+        curves = [kind.head for kind in _kinds(profile) if kind.head is not None]
+        heads = [curve.of(each_head) * (1 + BACKWARD) for curve in curves]
         shared = reduced_s(profile, profile.attention_gradient_bytes, width)
         for layers in range(stages[0], profile.layers - stages[1] + 1):
             parts = layers, profile.layers - layers
-            if not _fits(profile, parts, stages, width):
+            layer = profile.experts * profile.expert_bytes / width  # on a rank
+            each_part = zip(parts, stages, _kinds(profile), strict=True)
+            if any(-(-n // of) * layer > kind.memory_bytes for n, of, kind in each_part):
                 continue
             for last in (0, 1):
                 slowest = max(-(-parts[i] // stages[i]) * each[i] for i in (0, 1))
@@ -88,19 +91,3 @@ def _layer_s(
     compute = batches.seconds(kind.attention) + kind.experts.of(rows)
     sent = all_to_all_s(profile, batches.tokens * (width - 1) / width)
     return compute * (1 + profile.backward) + 4 * sent
-
-
-def _head_s(
-    profile: Profile, lengths: Mapping[int, int], kind: AcceleratorCosts, micros: int
-) -> float:
-    assert kind.head is not None
-    return kind.head.of(checked(lengths) / micros) * (1 + BACKWARD)
-
-
-def _fits(profile: Profile, parts: tuple[int, int], stages: tuple[int, int], width: int) -> bool:
-    """Whether the experts of a stage's layers fit on its ranks."""
-    layer = profile.experts * profile.expert_bytes / width
-    return all(
-        -(-part // stage) * layer <= kind.memory_bytes
-        for part, stage, kind in zip(parts, stages, _kinds(profile), strict=True)
-    )

@@ -11,8 +11,7 @@ from statistics import mean
 from typing import NamedTuple, TypeAlias
 
 from sim.zebra import baselines
-from sim.zebra.hosted import with_and_without
-from sim.zebra.runs import PaperRun, run, run_on
+from sim.zebra.runs import PaperRun, run, run_on, with_and_without
 from sim.zebra.setups import (
     CLOUD,
     DEFAULT,
@@ -60,14 +59,12 @@ class PaperFigure(NamedTuple):
 
     @property
     def off(self) -> float:
-        """How far ours is off, as a share of the source's."""
         return self.ours / self.source - 1
 
 
 def runs(
     setups: Sequence[str], lengths: Sequence[int], assumed: Assumed = DEFAULT
 ) -> dict[Key, PaperRun]:
-    """All that fit, by model, setup and length."""
     found = {
         (model, setup, length): run(model, setup, length, assumed)
         for (model, setup), length in product(grid(setups), lengths)
@@ -101,18 +98,15 @@ def sensitivity() -> dict[str, dict[str, float]]:
         "backward twice a forward": replace(DEFAULT, backward=2.0),
         "twice the sequences": replace(DEFAULT, sequences=2 * DEFAULT.sequences),
     }
-    return {name: _headline(assumed) for name, assumed in variants.items()}
-
-
-def _headline(assumed: Assumed) -> dict[str, float]:
-    found = runs(ON_PREM, FEW, assumed)
-    by_length = {f"ep_{length // K}k": mean(_over(found, _ep, length=length)) for length in FEW}
-    others = {
-        "dist": mean(one.disaggregated / one.zebra for one in found.values()),
-        "ideal": mean(one.zebra / one.ideal for one in found.values()),
-        "pipeline": mean(_pipelines(found)),
-    }
-    return by_length | others
+    moved: dict[str, dict[str, float]] = {}
+    for name, assumed in variants.items():
+        found = runs(ON_PREM, FEW, assumed)
+        moved[name] = {f"ep_{n // K}k": mean(_over(found, _ep, length=n)) for n in FEW} | {
+            "dist": mean(one.disaggregated / one.zebra for one in found.values()),
+            "ideal": mean(_over(found, _ideal)),
+            "pipeline": mean(_pipelines(found)),
+        }
+    return moved
 
 
 def _on_prem(lengths: Sequence[int]) -> Iterator[PaperFigure]:

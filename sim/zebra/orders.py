@@ -8,9 +8,9 @@ from itertools import product
 from common.base.errors import ConfigError
 from common.base.random import Random
 from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.operations import planned_as
+from common.hardware.zebra.operations import plan_s, planned_as
 from common.hardware.zebra.schedule import Task, attention_order, expert_order
-from common.hardware.zebra.timeline import makespan, plan_s
+from common.hardware.zebra.timeline import makespan
 
 
 def all_orders(tasks: Sequence[Task], micros: int) -> Iterator[tuple[Task, ...]]:
@@ -75,4 +75,4 @@ def _steps(layers: int, orders: Sequence[Sequence[Task]], many: Sequence[Costs])
         plan = planned_as(layers, *orders)
     except ConfigError:
         return []
-    return [plan_s(plan, costs) for costs in many]
+    return [plan_s(layers, plan, costs) for costs in many]

@@ -46,7 +46,6 @@ class PaperModel:
 
     @property
     def shape(self) -> ModelShape:
-        """With embeddings and a head."""
         expert = 3 * self.hidden * self.ffn
         layer = self.attention + self.experts * expert
         parameters = 2 * VOCABULARY * self.hidden + self.layers * layer
@@ -77,11 +76,9 @@ class Setup:
 
     @property
     def count(self) -> int:
-        """All of them."""
         return self.fast_count + self.slow_count
 
     def lengths(self, length: int, sequences: int = SEQUENCES) -> dict[int, int]:
-        """A step of sequences of one length."""
         return {length: sequences * self.count}
 
 
@@ -124,7 +121,6 @@ DEFAULT = Assumed()
 
 @cache
 def profile(model: str, setup: Setup, assumed: Assumed = DEFAULT) -> Profile:
-    """What a model costs on the accelerators of a setup."""
     found = declared_profile(
         MODELS[model].shape,
         setup.fast,

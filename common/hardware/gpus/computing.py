@@ -18,17 +18,15 @@ class NoGpuPath(ConfigError):
 
 def need(what: str) -> None:
     """NoGpuPath, with what is missing, unless torch sees a GPU for `what`. It blocks."""
-    if not torch.cuda.is_available():
-        raise NoGpuPath(
-            f"{what} cannot compute on a GPU: {_lacking()}",
-            where="mesh.device",
-            fix="Repair that, or start the mesh's workers with `--device cpu`",
-        )
-
-
-def _lacking() -> str:
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
+    if torch.cuda.is_available():
+        return
     seen = os.environ.get(CUDA)
     limit = f"{CUDA} is not set" if seen is None else f"{CUDA}={seen!r}"
-    return f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds none ({limit})"
+    lacking = f", built for CUDA {torch.version.cuda}, finds none ({limit})"
+    if torch.version.cuda is None:
+        lacking = " is built without CUDA"
+    raise NoGpuPath(
+        f"{what} cannot compute on a GPU: torch {torch.__version__}{lacking}",
+        where="mesh.device",
+        fix="Repair that, or start the mesh's workers with `--device cpu`",
+    )

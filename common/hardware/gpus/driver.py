@@ -186,15 +186,13 @@ class Driver:
             *(self._told(nvml.nvmlDeviceGetGraphicsRunningProcesses, handle) or []),
         ]
         sizes = {one.pid: one.usedGpuMemory for one in listed}
-        holders = [Holder(pid, size, self._program(pid)) for pid, size in sizes.items()]
-        most = sorted(holders, key=lambda one: -(one.bytes or 0))
-        return Memory(int(memory.free), int(memory.total), tuple(most))
-
-    def _program(self, pid: int) -> str:
-        try:
-            return str(self._told(self._nvml.nvmlSystemGetProcessName, pid) or "")
-        except GpuLost:  # it has ended, or its number means another here
-            return ""
+        holders = []
+        for pid, size in sorted(sizes.items(), key=lambda one: -(one[1] or 0)):
+            name = ""
+            with suppress(GpuLost):  # it has ended, or its number means another here
+                name = str(self._told(nvml.nvmlSystemGetProcessName, pid) or "")
+            holders.append(Holder(pid, size, name))
+        return Memory(int(memory.free), int(memory.total), tuple(holders))
 
     @contextmanager
     def errors(self, devices: list[Device]) -> Iterator[Errors]:

@@ -58,10 +58,20 @@ def _named(devices: Sequence[Device], asked: str, environment: Mapping[str, str]
     for word in (part.strip() for part in asked.split(",")):
         number = _NUMBER.match(word)
         if number is not None and int(number[0]) >= 0:
-            chosen = _of_gpu(devices, _numbered(devices, asked, int(number[0])))
+            gpus = {device.index: device for device in devices if not device.parent}
+            if int(number[0]) not in gpus:
+                why = f"there is no GPU {int(number[0])}, the driver lists {len(gpus)}"
+                fix = "CUDA would drop it, and all that is named behind it"
+                raise _refusal(asked, why, fix)
+            chosen = _of_gpu(devices, gpus[int(number[0])])
             numbered = True
         elif word.startswith(("GPU-", "MIG-")):
-            chosen = _of_gpu(devices, _by_name(devices, asked, word))
+            fits = _fitting(devices, word)
+            if len(fits) != 1:
+                several = f"{word} fits {len(fits)} devices: {', '.join(d.uuid for d in fits)}"
+                why = several if fits else f"the driver lists no {word}"
+                raise _refusal(asked, why, "`nvidia-smi -L` lists them")
+            chosen = _of_gpu(devices, fits[0])
         else:  # -1, NoDevFiles (Slurm's for none), nothing: for CUDA the list ends here
             break
         if any(device in found for device in chosen):
@@ -70,32 +80,6 @@ def _named(devices: Sequence[Device], asked: str, environment: Mapping[str, str]
     if numbered:
         _check_order(devices, found, asked, environment)
     return found
-
-
-def _numbered(devices: Sequence[Device], asked: str, number: int) -> Device:
-    gpus = {device.index: device for device in devices if not device.parent}
-    if number not in gpus:
-        fix = "CUDA would drop it, and all that is named behind it"
-        raise _refusal(asked, f"there is no GPU {number}, the driver lists {len(gpus)}", fix)
-    return gpus[number]
-
-
-def _by_name(devices: Sequence[Device], asked: str, word: str) -> Device:
-    """The device of a UUID, of the beginning of one, or of MIG-GPU-<uuid>/<instance>/<compute>."""
-    if part := _PART.fullmatch(word.removeprefix("MIG-")):
-        numbers = int(part["gi"]), int(part["ci"])
-        fits = [
-            device
-            for device in devices
-            if device.parent.startswith(part["gpu"]) and device.instance == numbers
-        ]
-    else:
-        fits = [device for device in devices if device.uuid.startswith(word)]
-    if len(fits) != 1:
-        several = f"{word} fits {len(fits)} devices: {', '.join(d.uuid for d in fits)}"
-        why = several if fits else f"the driver lists no {word}"
-        raise _refusal(asked, why, "`nvidia-smi -L` lists them")
-    return fits[0]
 
 
 def _of_gpu(devices: Sequence[Device], device: Device) -> list[Device]:
@@ -136,28 +120,26 @@ def _allowed(devices: Sequence[Device], asked: str) -> Sequence[Device]:
     if by_name:
         chosen = [device for name in by_name for device in _fitting(devices, name)]
     elif sum(not device.parent for device in devices) > len(words):
-        chosen = [device for word in words for device in _at(devices, word)]
+        chosen = []
+        for word in words:  # the GPU of a number, or the instance of GPU:NUMBER
+            gpu, _, instance = word.partition(":")
+            there = [d for d in devices if not d.parent and str(d.index) == gpu]
+            if instance and there:
+                there = [device for device in devices if device.parent == there[0].uuid]
+                there = there[int(instance) : int(instance) + 1] if instance.isdigit() else []
+            chosen += there
     else:
         return devices
     return [device for one in chosen for device in _of_gpu(devices, one)]
 
 
 def _fitting(devices: Sequence[Device], name: str) -> list[Device]:
+    """Those of a UUID, of the beginning of one, or of MIG-GPU-<uuid>/<instance>/<compute>."""
     part = _PART.fullmatch(name.removeprefix("MIG-"))
     if part is None:
         return [device for device in devices if device.uuid.startswith(name)]
     numbers = int(part["gi"]), int(part["ci"])
-    return [d for d in devices if d.parent == part["gpu"] and d.instance == numbers]
-
-
-def _at(devices: Sequence[Device], word: str) -> list[Device]:
-    """The GPU of a number, or the instance of GPU:NUMBER."""
-    gpu, _, instance = word.partition(":")
-    chosen = [d for d in devices if not d.parent and str(d.index) == gpu]
-    if not instance or not chosen:
-        return chosen
-    instances = [device for device in devices if device.parent == chosen[0].uuid]
-    return instances[int(instance) : int(instance) + 1] if instance.isdigit() else []
+    return [d for d in devices if d.parent.startswith(part["gpu"]) and d.instance == numbers]
 
 
 def _refusal(asked: str, why: str, fix: str) -> ConfigError:

@@ -58,6 +58,14 @@ class ExpertHosting:
         """Experts of all layers on each attention rank."""
         return sum(self.hosted)
 
+    def moved(self, taken: int, given: int, to: int) -> ExpertHosting:
+        """With a chunk of the last layer on expert ranks, and one of layer `to` not."""
+        hosted, kept = [*self.hosted], [*self.kept]
+        for layer, sign in ((to, 1), (-1, -1)):
+            hosted[layer] += sign * taken
+            kept[layer] -= sign * given
+        return replace(self, hosted=tuple(hosted), kept=tuple(kept))
+
     def costs(self, costs: Costs, elsewhere: float) -> Costs:
         """Those of a group that hosts nothing, with what is hosted moved: `elsewhere` as in
         `Forward`.
@@ -133,12 +141,23 @@ def hosting(
         return makespan(layers, micros, moved.costs(costs, elsewhere))
 
     @cache
-    def counted_s(count: int) -> float:
-        return step_s(chunks.spread(count / layers))
+    def best_of(rate: float) -> ExpertHosting:
+        late = chunks.spread(rate)  # the last layer has what the first ones gather, or they do
+        early = replace(late, hosted=late.hosted[::-1], kept=late.kept[::-1])
+        return min(late, early, key=step_s)
 
-    count = _settled(counted_s, math.floor(rate * layers + ROUNDING), chunks)
-    spreads = [chunks.spread(one) for one in (rate, chunks.least / layers, count / layers)]
-    return min(spreads, key=step_s)
+    count = math.floor(rate * layers + ROUNDING)
+    count = _settled(lambda one: step_s(best_of(one / layers)), count, chunks)
+    rates = rate, chunks.least / layers, count / layers
+    found = min(map(best_of, rates), key=step_s)
+    while found.hosted[-1]:  # before the last piece, attention ranks may have time in no layer
+        others = [found.moved(chunks.taken, chunks.given, to) for to in range(layers - 1)]
+        fit = (one for one in others if min(one.kept) >= 0)
+        best = min(fit, key=step_s, default=found)
+        if step_s(best) >= step_s(found):
+            break
+        found = best
+    return found
 
 
 def _settled(step_s: Callable[[int], float], count: int, chunks: _Chunks) -> int:

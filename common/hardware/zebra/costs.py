@@ -26,13 +26,10 @@ class Costs:
     combine: float = 0.0  # what became of them, back
     hosted: tuple[float, ...] = ()  # by layer: experts that an attention rank hosts
     kept: tuple[float, ...] = ()  # by layer: share of `experts` that expert ranks keep
-    backward: float = BACKWARD  # times what is above, where the three below do not say
-    attention_backward: float | None = None
-    experts_backward: float | None = None
-    head_backward: float | None = None
+    backward: float = BACKWARD  # times what is above
+    head_backward: float | None = None  # seconds, where it is not as many times
 
     def __post_init__(self) -> None:
-        """ConfigError for what is no number of seconds."""
         for field in fields(self):
             value = getattr(self, field.name)
             for one in value if isinstance(value, tuple) else (value,):
@@ -46,22 +43,15 @@ class Costs:
 
     def of(self, task: Task) -> float:
         """Seconds of a task. The last piece is told by its own costs: see `head_of`."""
+        times = self.backward if task.backward else 1.0
         if task.work is TaskKind.ATTENTION:
-            return self._passed(task.backward, self.attention, self.attention_backward)
-        share = self.kept[task.layer] if self.kept else 1.0
+            return self.attention * times
         if task.work is TaskKind.EXPERTS:
-            return self._passed(task.backward, self.experts, self.experts_backward) * share
-        hosted = self.hosted[task.layer] if self.hosted else 0.0
-        if not task.backward or self.experts_backward is None:
-            return self._passed(task.backward, hosted, None)
-        times = self.experts_backward / self.experts if self.experts else self.backward
-        return hosted * times
+            return self.experts * times * (self.kept[task.layer] if self.kept else 1.0)
+        return self.hosted[task.layer] * times if self.hosted else 0.0
 
     def head_of(self, backward: bool) -> float:
         """Seconds of the last piece."""
-        return self._passed(backward, self.head, self.head_backward)
-
-    def _passed(self, backward: bool, forward_s: float, backward_s: float | None) -> float:
-        if not backward:
-            return forward_s
-        return forward_s * self.backward if backward_s is None else backward_s
+        if backward:
+            return self.head * self.backward if self.head_backward is None else self.head_backward
+        return self.head

@@ -126,8 +126,10 @@ def declared_profile(
 
 def _kind(shape: ModelShape, kind: str, reached: DeclaredSpeed) -> AcceleratorCosts:
     expert = 2 * _expert_parameters(shape)
-    attention, gate = _attention_parameters(shape), shape.hidden * shape.experts
-    layers = shape.layers * (attention + gate)
+    # Of a layer: queries and output, keys and values.
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    gate = shape.hidden * shape.experts
+    layers: float = shape.layers * (attention + gate)
     layers += shape.mixture_layers * shape.experts * _expert_parameters(shape)
     head = shape.parameters - layers  # embeddings are as large, and cost nothing
 
@@ -148,11 +150,6 @@ def _scores(ratio: Ratio, length: int, times: float, share: float) -> float:
     """How many times as long scores take, of what attention takes altogether."""
     scores = SCORE_FLOPS * length / share
     return (times * (PROJECTION_FLOPS + scores) - ratio.matrices * PROJECTION_FLOPS) / scores
-
-
-def _attention_parameters(shape: ModelShape) -> float:
-    """Of a layer: queries and output, keys and values."""
-    return 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
 
 
 def _expert_parameters(shape: ModelShape) -> float:

@@ -1,4 +1,5 @@
-"""In which order a step's tasks and transfers run, whatever they cost: the plan of a schedule.
+"""The tasks and transfers of a step whose ranks compute in any order that is given, and how long it
+takes: what the order of `schedule.py` is compared with.
 
 Attention ranks and expert ranks have a compute stream each. Transfers towards experts have the
 dispatch stream, those back from them the combine stream, forward and backward alike. A combine is a
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from common.base.errors import ConfigError
-from common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
+from common.hardware.zebra.costs import Costs
+from common.hardware.zebra.schedule import Task, TaskKind
 
 
 class RankStream(IntEnum):
@@ -33,30 +34,27 @@ class Operation(NamedTuple):
     """
 
     stream: RankStream
+    task: Task
     cost: int  # see `cost_index`
     first: int
     second: int
 
 
-@dataclass(frozen=True, slots=True)
-class TaskPlan:
-    """All tasks of a step, each after what it needs and after those before it on its stream."""
-
-    layers: int
-    operations: tuple[Operation, ...]
-    tasks: tuple[Task, ...]
-
-
-@lru_cache(maxsize=256)
-def planned(layers: int, micros: int, hosted: tuple[bool, ...]) -> TaskPlan:
-    """The order of `schedule.py`."""
-    attention = attention_order(layers, micros, hosted)
-    return planned_as(layers, attention, expert_order(layers, micros))
-
-
-def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) -> TaskPlan:
-    """Any other order of what both compute. ConfigError when its tasks wait for each other."""
-    queues = _queues(layers, attention, experts)
+def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) -> list[Operation]:
+    """All tasks of a step in this order of what both compute, each after what it needs and after
+    those before it on its stream. ConfigError when its tasks wait for each other.
+    """
+    sent = [  # by each piece that sends rows, or gradients, to experts: backward those below it
+        Task(task.backward, task.layer - task.backward, task.micro, TaskKind.EXPERTS)
+        for task in attention
+        if task.work is TaskKind.ATTENTION and task.layer != (0 if task.backward else layers)
+    ]
+    queues = {  # a transfer follows what makes it
+        RankStream.ATTENTION: deque(attention),
+        RankStream.EXPERTS: deque(experts),
+        RankStream.DISPATCH: deque(sent),
+        RankStream.COMBINE: deque(experts),
+    }
     hosted = frozenset(task for task in attention if task.work is TaskKind.HOSTED)
     numbers: dict[tuple[RankStream, Task], int] = {}
     operations: list[Operation] = []
@@ -69,16 +67,30 @@ def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) 
                     break
                 task = queue.popleft()
                 first, second, *_ = (*needs, 0, 0)
-                operations.append(
-                    Operation(stream, cost_index(stream, task, layers), first, second)
-                )
+                cost = cost_index(stream, task, layers)
+                operations.append(Operation(stream, task, cost, first, second))
                 numbers[stream, task] = len(operations)
         if len(operations) == before:
             waiting = next(queue[0] for queue in queues.values() if queue)
             raise ConfigError(
                 f"{waiting} never starts", where="an order of tasks", fix="order them by layer"
             )
-    return TaskPlan(layers, tuple(operations), tuple(task for _, task in numbers))
+    return operations
+
+
+def plan_s(layers: int, plan: Sequence[Operation], costs: Costs) -> float:
+    """Seconds of a step in the order of a plan."""
+    seconds: list[float] = []  # of each task, where `cost_index` looks for it
+    for work, backward in product(TaskKind, (False, True)):
+        seconds += [costs.of(Task(backward, layer, 0, work)) for layer in range(layers)]
+        seconds.append(costs.head_of(backward) if work is TaskKind.ATTENTION else 0.0)
+    seconds += costs.dispatch, costs.combine
+    ends = [0.0]
+    free = [0.0, 0.0, 0.0, 0.0]
+    for stream, _, cost, first, second in plan:
+        free[stream] = max(free[stream], ends[first], ends[second]) + seconds[cost]
+        ends.append(free[stream])
+    return max(ends)
 
 
 def cost_index(stream: RankStream, task: Task, layers: int) -> int:
@@ -90,34 +102,9 @@ def cost_index(stream: RankStream, task: Task, layers: int) -> int:
     return (task.work * 2 + task.backward) * (layers + 1) + task.layer
 
 
-def _queues(
-    layers: int, attention: Sequence[Task], experts: Sequence[Task]
-) -> dict[RankStream, deque[Task]]:
-    """What is on each stream: a transfer follows what makes it."""
-    sent = [_dispatched(task) for task in attention if _sends(task, layers)]
-    return {
-        RankStream.ATTENTION: deque(attention),
-        RankStream.EXPERTS: deque(experts),
-        RankStream.DISPATCH: deque(sent),
-        RankStream.COMBINE: deque(experts),
-    }
-
-
-def _sends(task: Task, layers: int) -> bool:
-    """Whether a piece sends rows, or gradients, to experts."""
-    end = 0 if task.backward else layers
-    return task.work is TaskKind.ATTENTION and task.layer != end
-
-
-def _dispatched(task: Task) -> Task:
-    """The experts that a piece sends to: backward those below it."""
-    return Task(task.backward, task.layer - task.backward, task.micro, TaskKind.EXPERTS)
-
-
 def _needs(
     stream: RankStream, task: Task, layers: int, hosted: Collection[Task]
 ) -> list[tuple[RankStream, Task]]:
-    """What has to have ended before a task starts."""
     backward, layer, micro, work = task
     if stream is RankStream.COMBINE:
         beside = task._replace(work=TaskKind.HOSTED)

@@ -95,21 +95,6 @@ class Profile:
     backward: float = CHECKPOINTED  # times a forward, of layers
 
     def __post_init__(self) -> None:
-        for name in ("layers", "experts", "experts_per_token"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise refused(f"{name} is {value}", "give a number from 1 on")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise refused(f"{field.name} is {value}", "give a number of 0 or more")
-        if self.link_bytes_per_s == 0:
-            raise refused("the link has no bandwidth", "measure link_bytes_per_s")
-        if self.experts_per_token > self.experts:
-            raise refused(
-                f"a token goes to {self.experts_per_token} of {self.experts} experts",
-                "give experts of one layer, and how many of them a token goes to",
-            )
         if self.fast.attention is None or self.fast.head is None:
             raise refused(f"{self.fast.name} has no attention", "measure it on the fast kind")
         for kind in (self.fast, self.slow):
@@ -147,18 +132,15 @@ def kind_of_table(table: Any, where: str) -> AcceleratorCosts:
     _number(values["memory_bytes"], f"memory_bytes of {where}")
     for name in ("experts", "attention", "head"):
         if values.get(name) is not None:
-            values[name] = _curve(values[name], f"{name} of {where}")
+            curve = _known(CostCurve, values[name])
+            for axis, many in curve.items():
+                what = f"{axis} of {name} of {where}"
+                if not isinstance(many, list | tuple):
+                    raise refused(f"{what} is {many!r}", "give a list of numbers")
+                for one in many:
+                    _number(one, what)
+            values[name] = CostCurve(tuple(curve["at"]), tuple(curve["seconds"]))
     return AcceleratorCosts(**values)
-
-
-def _curve(table: Any, where: str) -> CostCurve:
-    values = _known(CostCurve, table)
-    for name, many in values.items():
-        if not isinstance(many, list | tuple):
-            raise refused(f"{name} of {where} is {many!r}", "give a list of numbers")
-        for one in many:
-            _number(one, f"{name} of {where}")
-    return CostCurve(tuple(values["at"]), tuple(values["seconds"]))
 
 
 def _number(value: Any, name: str) -> None:

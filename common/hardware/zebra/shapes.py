@@ -1,19 +1,19 @@
-"""How many accelerators of two kinds attend, how many hold experts, and in how many groups."""
+"""A division of a core between accelerators of two kinds, those that attend and those that hold
+experts, in one or several groups: what a group costs, where its experts lie, and what a step takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 
 from common.base.errors import ConfigError
 from common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
 from common.hardware.zebra.batches import Batches, checked, spread
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.prices import bounds_of, costs_of, summed_s
-from common.hardware.zebra.profile import AcceleratorCosts, Profile
+from common.hardware.zebra.costs import BACKWARD, Costs
+from common.hardware.zebra.profile import Profile
 from common.hardware.zebra.timeline import Timeline, makespan, timeline
-from common.hardware.zebra.together import expert_parallel_s, fits_together
+from common.hardware.zebra.together import all_to_all_s, reduced_s
 
 MICROS = (1, 2, 3, 4, 6, 8, 12, 16)  # a step's, of a group; more hide no more
 
@@ -46,145 +46,69 @@ class CoreShape:
         return timeline(len(self.hosting.kept), self.micros, self.costs)
 
 
-@dataclass(frozen=True, slots=True)
-class ShapeChoice:
-    """The fastest shape, and the tokens a second of what could be done instead; None where nothing
-    of that sort fits into memory, or too little was measured.
-    """
-
-    best: CoreShape | None
-    together: float | None  # all accelerators alike: expert parallelism over both kinds
-    fast_only: float | None  # the same over the fast kind; the slow one idles
-    considered: int  # shapes
-
-    @property
-    def gain(self) -> float | None:
-        """How many times as fast as the better one of the others."""
-        others = [one for one in (self.together, self.fast_only) if one]
-        return self.best.tokens_per_s / max(others) if self.best and others else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    groups: int
-    ranks: RankCounts
-    micros: int
-    costs: Costs  # with nothing hosted
-    elsewhere: float  # an expert rank's share on an attention rank
-    bounds: HostingBounds
-
-    def least_s(self, layers: int) -> float:
-        """No step is shorter: what one kind computes if hosting could make both even."""
-        costs = self.costs
-        layer = costs.attention
-        if layer < costs.experts:
-            hosted = self.elsewhere * self.ranks.experts / self.ranks.attention
-            moved = (costs.experts - layer) / (costs.experts + hosted)
-            layer = costs.experts * (1 - moved)
-        return self.micros * layers * layer * (1 + costs.backward)
-
-
-def choose(
-    profile: Profile,
-    lengths: Mapping[int, int],
-    fast: int,
-    slow: int,
-    micros: Sequence[int] = MICROS,
-) -> ShapeChoice:
-    """The fastest of all shapes on so many accelerators, for a step of sequences by length (length:
-    how many of it). Of equals the one with fewer accelerators, groups and micro-batches.
-    """
-    tokens = checked(lengths)
-    candidates = sorted(
-        _candidates(profile, lengths, fast, slow, micros),
-        key=lambda one: (one.least_s(profile.layers), _size(one)),
-    )
-    best: CoreShape | None = None
-    for candidate in candidates:
-        if best is not None and candidate.least_s(profile.layers) > best.step_s:
-            break
-        shape = _shape(profile, candidate, tokens)
-        if shape is not None and (best is None or _rank(shape) < _rank(best)):
-            best = shape
-    kinds = [kind for kind, count in ((profile.fast, fast), (profile.slow, slow)) if count]
-    together = _together(profile, lengths, kinds, fast + slow, micros) if fast and slow else None
-    alone = _together(profile, lengths, [profile.fast], fast, micros) if fast else None
-    return ShapeChoice(best, together, alone, len(candidates))
-
-
 def shape_of(
     profile: Profile, lengths: Mapping[int, int], groups: int, ranks: RankCounts, micros: int
 ) -> CoreShape | None:
     """One shape; None where it does not fit or there are too few sequences for it."""
-    tokens = checked(lengths)
+    tokens, layers = checked(lengths), profile.layers
     batches = spread(lengths, groups * ranks.attention * micros, profile.attention)
-    candidate = _candidate(profile, batches, groups, ranks, micros) if batches else None
-    return _shape(profile, candidate, tokens) if candidate else None
-
-
-def _candidates(
-    profile: Profile, lengths: Mapping[int, int], fast: int, slow: int, micros: Sequence[int]
-) -> Iterator[_Candidate]:
-    known: dict[int, Batches | None] = {}
-    for groups in range(1, min(fast, slow) + 1):
-        divisors = [one for one in range(1, slow // groups + 1) if not profile.experts % one]
-        for attention, count in product(range(1, fast // groups + 1), micros):
-            many = groups * attention * count
-            if many not in known:
-                known[many] = spread(lengths, many, profile.attention)
-            batches = known[many]
-            if batches is None:
-                continue
-            for experts in divisors:
-                found = _candidate(profile, batches, groups, RankCounts(attention, experts), count)
-                if found is not None:
-                    yield found
-
-
-def _candidate(
-    profile: Profile, batches: Batches, groups: int, ranks: RankCounts, micros: int
-) -> _Candidate | None:
+    bounds = bounds_of(profile, ranks, batches.tokens * micros) if batches else None
+    if batches is None or bounds is None:
+        return None
     costs, elsewhere = costs_of(profile, ranks, batches)
-    bounds = bounds_of(profile, ranks, batches.tokens * micros)
-    return _Candidate(groups, ranks, micros, costs, elsewhere, bounds) if bounds else None
-
-
-def _shape(profile: Profile, candidate: _Candidate, tokens: int) -> CoreShape | None:
-    layers, ranks, micros = profile.layers, candidate.ranks, candidate.micros
-    costs, elsewhere = candidate.costs, candidate.elsewhere
     try:
-        hosts = hosting(layers, micros, profile.experts, ranks, costs, elsewhere, candidate.bounds)
+        hosts = hosting(layers, micros, profile.experts, ranks, costs, elsewhere, bounds)
     except ConfigError:  # its memory
         return None
     moved = hosts.costs(costs, elsewhere)
-    step_s = makespan(layers, micros, moved) + summed_s(profile, candidate.groups, hosts)
-    return CoreShape(candidate.groups, ranks, micros, hosts, moved, step_s, tokens / step_s)
+    step_s = makespan(layers, micros, moved) + summed_s(profile, groups, hosts)
+    return CoreShape(groups, ranks, micros, hosts, moved, step_s, tokens / step_s)
 
 
-def _together(
-    profile: Profile,
-    lengths: Mapping[int, int],
-    kinds: Sequence[AcceleratorCosts],
-    ranks: int,
-    micros: Sequence[int],
-) -> float | None:
-    """Tokens a second of the fastest expert parallelism on as many of them as it fits on."""
-    for used in range(ranks, 0, -1):
-        degrees = [d for d in range(1, used + 1) if not used % d and not profile.experts % d]
-        steps = [
-            expert_parallel_s(profile, lengths, kinds, used, degree, count)
-            for degree, count in product(degrees, micros)
-            if fits_together(profile, lengths, kinds, used, degree)
-        ]
-        known = [step_s for step_s in steps if step_s is not None]
-        if known:
-            return checked(lengths) / min(known)
-    return None
+def costs_of(profile: Profile, ranks: RankCounts, batches: Batches) -> tuple[Costs, float]:
+    """A micro-batch's costs with nothing hosted, and an expert rank's share of the experts on an
+    attention rank. Tokens are spread evenly over experts.
+    """
+    tokens = batches.tokens
+    rows = tokens * ranks.attention * profile.experts_per_token / profile.experts  # of an expert
+    share = profile.experts / ranks.experts
+    # Whoever has more to send or to receive than the other side.
+    sent = all_to_all_s(profile, tokens * max(1.0, ranks.attention / ranks.experts))
+    head = profile.head.of(tokens)
+    costs = Costs(
+        attention=batches.seconds(profile.attention),
+        experts=share * profile.slow.experts.of(rows),
+        head=head,
+        dispatch=sent,
+        combine=sent,
+        backward=profile.backward,
+        head_backward=head * BACKWARD,  # nothing of it is computed again
+    )
+    return costs, share * profile.fast.experts.of(rows)
 
 
-def _size(one: _Candidate | CoreShape) -> tuple[int, int, int, int]:
-    return one.groups * sum(one.ranks), one.groups, one.ranks.attention, one.micros
+def bounds_of(profile: Profile, ranks: RankCounts, tokens: int) -> HostingBounds | None:
+    """What memory asks for when each attention rank has so many tokens of a step; None where they
+    do not fit. An expert takes along the rows that go through it.
+    """
+    rows = tokens * ranks.attention * profile.experts_per_token / profile.experts
+    expert = profile.expert_bytes + rows * profile.expert_row_bytes
+    left = tokens * profile.attention_token_bytes
+    room = profile.fast.memory_bytes - profile.attention_bytes - left
+    if room < 0:
+        return None
+    share = profile.layers * profile.experts // ranks.experts
+    if not expert:
+        return HostingBounds(0, profile.layers * profile.experts)
+    return HostingBounds(
+        max(0, share - int(profile.slow.memory_bytes // expert)), int(room // expert)
+    )
 
 
-def _rank(shape: CoreShape) -> tuple[float, int, int, int, int]:
-    return shape.step_s, *_size(shape)
+def summed_s(profile: Profile, groups: int, hosts: ExpertHosting) -> float:
+    """Seconds in which gradients are summed; both kinds of ranks have links of their own."""
+    expert = profile.expert_gradient_bytes
+    attention = reduced_s(
+        profile, profile.attention_gradient_bytes, groups * hosts.ranks.attention
+    ) + reduced_s(profile, hosts.held * expert, groups)
+    return max(attention, reduced_s(profile, sum(hosts.kept) * expert, groups))

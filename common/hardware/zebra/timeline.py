@@ -1,4 +1,4 @@
-"""When the tasks of a step run: a list schedule over streams that keep their order.
+"""How long a step takes: a list schedule over streams that keep their order.
 
 A task starts when what it needs is there and its stream has ended the one before:
 A_F(i, j) >= C_F(i - 1, j) + T_C (HeterMoE, arXiv 2504.03871). Ranks compute while transfers go on,
@@ -7,33 +7,18 @@ and dispatches go on beside combines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 from common.base.errors import ConfigError
 from common.hardware.zebra.costs import FIX, Costs
-from common.hardware.zebra.operations import RankStream, TaskPlan, planned
 from common.hardware.zebra.schedule import Task, TaskKind
-
-
-class TaskSpan(NamedTuple):
-    """A task on a stream, in seconds since the step began. A transfer has the task of the experts
-    that it leads to or comes from.
-    """
-
-    stream: RankStream
-    task: Task
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """A step of one group."""
 
-    spans: tuple[TaskSpan, ...]
     makespan: float
     attention_busy: float  # seconds that attention ranks compute
     experts_busy: float
@@ -53,24 +38,22 @@ class Timeline:
 
 def timeline(layers: int, micros: int, costs: Costs) -> Timeline:
     """The step in the order of `schedule.py`."""
-    plan = planned(layers, micros, costs.hosts)
-    seconds = _seconds(layers, costs)
-    ends = _run(plan, seconds)
-    spans = tuple(
-        TaskSpan(operation.stream, task, end - seconds[operation.cost], end)
-        for operation, task, end in zip(plan.operations, plan.tasks, ends[1:], strict=True)
-    )
-    busy = [sum(s.end - s.start for s in spans if s.stream is stream) for stream in RankStream]
-    transfers = busy[RankStream.DISPATCH] + busy[RankStream.COMBINE]
-    exposed = max(ends) - makespan(layers, micros, replace(costs, dispatch=0.0, combine=0.0))
+
+    def computed_s(work: TaskKind) -> float:
+        passes = product((False, True), range(layers))
+        return micros * sum(costs.of(Task(back, layer, 0, work)) for back, layer in passes)
+
+    step_s = makespan(layers, micros, costs)
+    attention = computed_s(TaskKind.ATTENTION) + computed_s(TaskKind.HOSTED)
+    attention += micros * (costs.head_of(False) + costs.head_of(True))
+    transfers = 2 * layers * micros * (costs.dispatch + costs.combine)
+    exposed = step_s - makespan(layers, micros, replace(costs, dispatch=0.0, combine=0.0))
     hidden = min(1.0, max(0.0, 1 - exposed / transfers)) if transfers else 1.0
-    return Timeline(
-        spans, max(ends), busy[RankStream.ATTENTION], busy[RankStream.EXPERTS], transfers, hidden
-    )
+    return Timeline(step_s, attention, computed_s(TaskKind.EXPERTS), transfers, hidden)
 
 
 def makespan(layers: int, micros: int, costs: Costs) -> float:
-    """Seconds of the step in the order of `schedule.py`, without a plan of it: for searches."""
+    """Seconds of the step in the order of `schedule.py`."""
     _check(layers, costs)
     front = _Front(micros, costs)
     for layer in range(layers):
@@ -81,11 +64,6 @@ def makespan(layers: int, micros: int, costs: Costs) -> float:
         front.experts(True, layer)
         front.pieces(costs.of(Task(True, layer, 0)))
     return front.attention  # the last to end
-
-
-def plan_s(plan: TaskPlan, costs: Costs) -> float:
-    """Seconds of a step in the order of a plan."""
-    return max(_run(plan, _seconds(plan.layers, costs)))
 
 
 def serial_s(layers: int, micros: int, costs: Costs) -> float:
@@ -130,26 +108,6 @@ class _Front:
             self._experts = max(self._experts, self._dispatched[micro]) + kept
             self._combine = max(self._combine, self._experts, made[micro]) + self._costs.combine
             self._combined[micro] = self._combine
-
-
-def _run(plan: TaskPlan, seconds: Sequence[float]) -> list[float]:
-    """When each task ends, after 0.0."""
-    ends = [0.0]
-    free = [0.0, 0.0, 0.0, 0.0]
-    for stream, cost, first, second in plan.operations:
-        free[stream] = max(free[stream], ends[first], ends[second]) + seconds[cost]
-        ends.append(free[stream])
-    return ends
-
-
-def _seconds(layers: int, costs: Costs) -> list[float]:
-    """Of each task, where `cost_index` looks for it."""
-    _check(layers, costs)
-    found = []
-    for work, backward in product(TaskKind, (False, True)):
-        found += [costs.of(Task(backward, layer, 0, work)) for layer in range(layers)]
-        found.append(costs.head_of(backward) if work is TaskKind.ATTENTION else 0.0)
-    return [*found, costs.dispatch, costs.combine]
 
 
 def _check(layers: int, costs: Costs) -> None:

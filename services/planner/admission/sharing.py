@@ -73,7 +73,12 @@ def divide(
         shares = fill(bounds, kept + left)
         left = kept + left - sum(shares.values())
         found.workers.update(shares)
-    _run_short(jobs, claims, left, found)
+    for job in jobs:  # a core that is there need not sleep because an engine is lost
+        here = started(job) and claims.get(job.id, ShareClaim()).home
+        if left >= job.need.ranks and job.id in found.refused and here:
+            found.workers[job.id] = left
+            del found.refused[job.id]
+            left = 0
     return found
 
 
@@ -88,11 +93,6 @@ def fill(bounds: Mapping[str, ShareBounds], workers: int) -> dict[str, int]:
     for job in sorted(parts, key=lambda job: -round(parts[job], 9))[:over]:  # stable: order decides
         shares[job] += int(parts[job] > 1e-9)
     return shares
-
-
-def full_floor(job: PlannedJob, claim: ShareClaim) -> int:
-    """Workers that a job should have at least."""
-    return max(job.need.floor, job.need.least, _pinned(job, claim))
 
 
 def started(job: PlannedJob) -> bool:
@@ -121,60 +121,37 @@ def _admit(
     found: PoolDivision,
 ) -> tuple[dict[str, ShareBounds], int]:
     """The bounds of those of a priority that run, and the workers that are kept for them."""
-    full = {job.id: full_floor(job, claims.get(job.id, ShareClaim())) for job in level}
+
+    def floor(job: PlannedJob, least: int) -> int:
+        pinned = claims.get(job.id, ShareClaim()).pinned
+        return max(least, job.need.least, tight_floor(job.need) + pinned if pinned else 0)
+
+    full = {job.id: floor(job, job.need.floor) for job in level}
     tight = turns and sum(full.values()) > left
     bounds: dict[str, ShareBounds] = {}
     free = left
     for job in level:
         claim = claims.get(job.id, ShareClaim())
-        least = full[job.id]
-        if tight:
-            least = max(tight_floor(job.need), job.need.least, _pinned(job, claim))
-        total = sum(rooms.had.values())
-        why = f"it needs {least} {_workers(least)}, and {free} of {total} are left{_beside(found)}"
-        if least <= free:
-            home = rooms.take(job.need, "" if claim.stranded else claim.home)
-            if home:
-                found.homes[job.id] = home
-                bounds[job.id] = ShareBounds(least, job.need.most or math.inf, job.need.share)
-                free -= least
-                continue
+        least = floor(job, tight_floor(job.need)) if tight else full[job.id]
+        if least > free:
+            before = [*found.homes]
+            more = f" and {len(before) - NAMED} more" if len(before) > NAMED else ""
+            beside = f" beside {', '.join(before[:NAMED])}{more}" if before else ""
+            noun, total = "worker" if least == 1 else "workers", sum(rooms.had.values())
+            why = f"it needs {least} {noun}, and {free} of {total} are left{beside}"
+            found.refused[job.id] = why
+        elif home := rooms.take(job.need, "" if claim.stranded else claim.home):
+            found.homes[job.id] = home
+            most = max(job.need.most or math.inf, least)
+            bounds[job.id] = ShareBounds(least, most, job.need.share)
+            free -= least
+        else:
             why = f"no {rooms.kind} has {job.need.ranks} workers left for its core"
-        found.refused[job.id] = why
+            found.refused[job.id] = why
     kept = sum(bound.least for bound in bounds.values())
     if tight:  # those that are here go before lower priorities until they have their floors
         kept = min(left, sum(max(full[job], bounds[job].least) for job in bounds))
-    bounds = {
-        job: ShareBounds(b.least, max(b.most, b.least), b.weight) for job, b in bounds.items()
-    }
     return bounds, kept
-
-
-def _beside(found: PoolDivision) -> str:
-    """Who is admitted before a job, the first of them by name."""
-    before = [*found.homes]
-    if not before:
-        return ""
-    more = f" and {len(before) - NAMED} more" if len(before) > NAMED else ""
-    return f" beside {', '.join(before[:NAMED])}{more}"
-
-
-def _pinned(job: PlannedJob, claim: ShareClaim) -> int:
-    return tight_floor(job.need) + claim.pinned if claim.pinned else 0
-
-
-def _run_short(
-    jobs: Sequence[PlannedJob], claims: Mapping[str, ShareClaim], left: int, found: PoolDivision
-) -> None:
-    """A job whose core is there goes on with workers that nobody else may have: it need not sleep
-    because an engine is lost.
-    """
-    for job in jobs:
-        here = started(job) and claims.get(job.id, ShareClaim()).home
-        if left >= job.need.ranks and job.id in found.refused and here:
-            found.workers[job.id] = left
-            del found.refused[job.id]
-            left = 0
 
 
 class _Rooms:
@@ -209,7 +186,3 @@ class _Rooms:
 
     def _room(self, place: str) -> int:
         return self._free[place] - self._kept[place]
-
-
-def _workers(number: int) -> str:
-    return "worker" if number == 1 else "workers"

@@ -29,7 +29,7 @@ from services.planner.balance.standing import (
     terms_of,
     timed,
 )
-from services.planner.balance.trials import Trial, TrialEvidence, Verdict
+from services.planner.balance.trials import TrialEvidence, Verdict
 from services.planner.balance.watch import SplitWatch
 from services.planner.costs.correction import Correction
 from services.planner.forecast.accounts import StepMark, Window, between
@@ -69,7 +69,11 @@ def balance(
     known = watch
     team, config, several = draft.team(job.id), job.config, job.need.degrees != (1,)
     if not job.need.helped:
-        _dismiss(draft, job, team)
+        for seated in [one for one in team.helpers if not one.resident.pinned]:
+            why = Why("unhelped", job.id)  # the core takes nothing of it
+            draft.remove(seated, why)
+            if job.need.smallest == 1:
+                draft.seat(seated.workers, job.id, Role.ROLLOUT, why)
         if not several:
             return watch
     watch = timed(draft, job, watch)
@@ -146,8 +150,14 @@ def _try(
         if trial.before.degrees:
             watch = back(draft, job, watch, trial.before, UNDO, figures)
         else:
-            _shift(draft, job, team, -_shifted(trial), UNDO, figures)
-    return explained(watch, None, _judged_words(verdict))
+            shifted = trial.after.trainers - trial.before.trainers
+            _shift(draft, job, team, -shifted, UNDO, figures)
+    did = "paid" if verdict.paid else "did not pay and is undone"
+    told = (
+        f"the move of step {verdict.step} to {verdict.towards} {did}: {verdict.observed_s:.3g} s "
+        f"a step, {verdict.expected_s:.3g} s without it"
+    )
+    return explained(watch, None, told)
 
 
 def _verdict(
@@ -168,11 +178,6 @@ def _verdict(
     return trials.judged(trial, shown, terms, steps)
 
 
-def _shifted(trial: Trial) -> int:
-    """Workers that a trial's move made train; negative: roll out."""
-    return trial.after.trainers - trial.before.trainers
-
-
 # -- what a move would bring -----------------------------------------------------------------------
 
 
@@ -184,7 +189,7 @@ def _plan(
     found: Pressed,
     rule: str = STAGE_TIME,
 ) -> SplitWatch:
-    team, terms, split = draft.team(job.id), terms_of(job), watch.split
+    team, split = draft.team(job.id), watch.split
     window, model = found.window, found.model
     assert split is not None
     shift, after_s, weighed_s = _best(watch, job, team, found)
@@ -194,28 +199,8 @@ def _plan(
     if why := refused(job, watch, team, found, weighed_s, towards, abs(shift)):
         return explained(watch, model, why, window)
     after = Split(split.engines - shift, split.trainers + shift)
-    then = predicted(found.demand, found.rates, after, terms, found.step_s)
-    figures = found.figures() | {
-        "predicted_s": round(after_s, 4),
-        "then_rollout_s": round(then.rollout_s, 4),
-        "then_train_s": round(then.train_s, 4),
-        "step": job.steps_done,
-    }
-    arrived = _shift(draft, job, team, shift, rule, figures)
-    trial = Trial(
-        rule,
-        arrived[0].resident.id,
-        split,
-        after,
-        job.steps_done,
-        found.step_s,
-        after_s,
-        watch.bias.get(towards, 1.0),
-        found.demand,
-        found.rates,
-        abs(shift),
-        found.error,
-    )
+    arrived = _shift(draft, job, team, shift, rule, found.figures(job, after, after_s))
+    trial = found.trial(job, watch, rule, arrived[0].resident.id, after, after_s, abs(shift))
     told = f"{abs(shift)} moved to {towards}"
     return explained(watch.moved(mark.step, trial), model, told, window)
 
@@ -261,20 +246,3 @@ def _shift(
 def _movable(seats: Sequence[Seated]) -> list[Seated]:
     """Those that people have not put there, and that are on one worker."""
     return [s for s in seats if not s.resident.pinned and len(s.workers) == 1]
-
-
-def _dismiss(draft: Draft, job: PlannedJob, team: Team) -> None:
-    """Helpers that the core takes nothing of roll out, but those that a person has put there."""
-    for seated in [one for one in team.helpers if not one.resident.pinned]:
-        why = Why("unhelped", job.id)
-        draft.remove(seated, why)
-        if job.need.smallest == 1:
-            draft.seat(seated.workers, job.id, Role.ROLLOUT, why)
-
-
-def _judged_words(verdict: Verdict) -> str:
-    did = "paid" if verdict.paid else "did not pay and is undone"
-    return (
-        f"the move of step {verdict.step} to {verdict.towards} {did}: {verdict.observed_s:.3g} s "
-        f"a step, {verdict.expected_s:.3g} s without it"
-    )

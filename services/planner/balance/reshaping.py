@@ -22,12 +22,11 @@ from common.state.pool.placing.decisions import Place, Why
 from services.planner.balance import shapes
 from services.planner.balance.shapes import RolloutShape, ShapeRoom
 from services.planner.balance.standing import Pressed, explained, refused, terms_of
-from services.planner.balance.trials import RESHAPED, Trial
+from services.planner.balance.trials import RESHAPED
 from services.planner.balance.watch import ShapeWish, SplitWatch
 from services.planner.costs.correction import Correction
 from services.planner.forecast import degrees
 from services.planner.forecast.accounts import StepMark
-from services.planner.forecast.prediction import predicted
 from services.planner.forecast.quantities import Split, StepTerms
 from services.planner.layouts.nodes import BLOCK, LayoutNode
 from services.planner.layouts.serving import GangServer, Served
@@ -70,29 +69,10 @@ def reshape(
     towards = RESHAPED if after.degrees != split.degrees else "training"
     if why := refused(job, watch, team, found, after_s, towards, moved):
         return explained(watch, found.model, f"{after.named}: {why}", found.window)
-    then = predicted(found.demand, found.rates, after, terms_of(job), found.window.step_s)
-    figures = found.figures() | {
-        "predicted_s": round(after_s, 4),
-        "then_rollout_s": round(then.rollout_s, 4),
-        "then_train_s": round(then.train_s, 4),
-        "was": split.named,
-        "step": job.steps_done,
-    }
+    figures = found.figures(job, after, after_s) | {"was": split.named}
     watch, arrived = _wished(draft, job, watch, RULE, best.degrees, best.helpers, figures)
-    trial = Trial(
-        RULE,
-        arrived,
-        split,
-        after,
-        job.steps_done,
-        found.window.step_s,
-        after_s,
-        watch.bias.get(towards, 1.0),
-        found.demand,
-        found.rates,
-        moved,
-        found.error,
-    )
+    trial = found.trial(job, watch, RULE, arrived, after, after_s, moved)
+    trial = replace(trial, bias=watch.bias.get(towards, 1.0))
     told = f"{moved} workers become {after.named}"
     return explained(watch.moved(mark.step, trial), found.model, told, found.window)
 
@@ -209,7 +189,6 @@ def _after(split: Split, other: RolloutShape, here: RolloutShape, ranks: int) ->
 
 
 def _changed(before: Split, after: Split) -> int:
-    """Workers that get something else to do."""
     gone, come = Counter(before.degrees), Counter(after.degrees)
     leave = sum(degree * n for degree, n in (gone - come).items())
     arrive = sum(degree * n for degree, n in (come - gone).items())

@@ -4,18 +4,19 @@ its rollout takes by lengths of trajectories: what `reshaping.py` chooses of.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
 
 from common.state.pool.demand.measured import LEVELS, Lengths
 from services.planner.costs.training import TrainingLayout
-from services.planner.layouts.allocation import LayoutPlan, Timed, allocate
+from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, LayoutPlan, Timed, allocate
 from services.planner.layouts.grouping import LengthGroup, alike, groups_for, quantiles
 from services.planner.layouts.nodes import LayoutNode
-from services.planner.layouts.present import rollout_s
 from services.planner.layouts.serving import Served
 
 MOST = 4096  # trajectories of a step that are told apart; of more, each stands for several
@@ -76,22 +77,20 @@ def others(
     number; what they leave idle rolls out, or helps. `train_s` is the time of a step's training
     with so many helpers, pinned ones among them.
     """
-    most = max(0, room.free - max(room.least - _workers(room.stays), room.smallest))
+    stays = sum(degree for _, degree in room.stays)
+    most = max(0, room.free - max(room.least - stays, room.smallest))
     here = min(room.helpers, most)
     for counts in (range(here, here + 1), range(most + 1 if room.helped else 1)):
-        plan = allocate(ranges, room.nodes, list(_ways(room, counts, train_s)))
+        ways = [
+            Timed(TrainingLayout(kind, data=helpers), train_s(room.helping + helpers))
+            for kind in sorted({node.kind for node in room.nodes})
+            for helpers in counts
+        ]
+        plan = allocate(ranges, room.nodes, ways)
         if plan is not None:
             for helps in (False, True) if room.helped else (False,):
                 gangs, helpers = _filled(room, plan, helps)
                 yield _shape(ranges, room, gangs, helpers)
-
-
-def _ways(
-    room: ShapeRoom, counts: Iterable[int], train_s: Callable[[int], float]
-) -> Iterator[Timed]:
-    for kind in sorted({node.kind for node in room.nodes}):
-        for helpers in counts:
-            yield Timed(TrainingLayout(kind, data=helpers), train_s(room.helping + helpers))
 
 
 def _filled(room: ShapeRoom, plan: LayoutPlan, helps: bool) -> tuple[Gangs, int]:
@@ -116,5 +115,19 @@ def _shape(ranges: Served, room: ShapeRoom, gangs: Gangs, helpers: int) -> Rollo
     return RolloutShape(degrees, room.helping + helpers, rollout_s(ranges, there), tokens_per_s)
 
 
-def _workers(gangs: Gangs) -> int:
-    return sum(degree for _, degree in gangs)
+def rollout_s(
+    ranges: Served, gangs: Sequence[tuple[str, int]], tolerance: float = TOLERANCE
+) -> float:
+    """Seconds of gangs of (kind, degree) that are there, each with the range of lengths that suits
+    them best; infinite when they cannot serve every group. Gangs of which `ranges` has no server
+    do nothing.
+    """
+
+    def alone(kind: str, degree: int) -> str:
+        return f"{kind} x {degree}"
+
+    nodes = [LayoutNode(alone(*gang), str(index), gang[1]) for index, gang in enumerate(gangs)]
+    undivided = copy(ranges)  # each server has a kind of its own: no gang is made into others
+    undivided.kinds = [(alone(kind, degree), degree) for kind, degree in ranges.kinds]
+    plan = allocate(undivided, nodes, [NO_TRAINING], tolerance)
+    return plan.rollout_s if plan is not None else math.inf

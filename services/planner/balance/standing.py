@@ -4,7 +4,7 @@ Both the policy of engines of one worker and that of several go by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ from common.state.pool.demand.measured import Curve
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import FinishMove
 from services.planner.balance import triggers
+from services.planner.balance.trials import Trial
 from services.planner.balance.watch import SplitWatch
 from services.planner.forecast.accounts import StepMark, Window
 from services.planner.forecast.degrees import NOTED
@@ -62,15 +63,48 @@ class Pressed:
         model_s = stepped_s(self.demand, self.rates, split, terms, self.step_s)
         return corrected(model_s, self.model.step_s, self.step_s, self.error)
 
-    def figures(self) -> dict[str, Any]:
-        """What a move is decided by, as far as it is known before."""
+    def figures(self, job: PlannedJob, after: Split, after_s: float) -> dict[str, Any]:
+        """What a move to another split is decided by."""
         model = self.model
+        then = predicted(self.demand, self.rates, after, terms_of(job), self.step_s)
         return model.rounded() | {
             "rollout_s": model.rollout_s,
             "train_s": model.train_s,
             "before_s": round(self.step_s, 4),
             "trigger": self.trigger,
+            "predicted_s": round(after_s, 4),
+            "then_rollout_s": round(then.rollout_s, 4),
+            "then_train_s": round(then.train_s, 4),
+            "step": job.steps_done,
         }
+
+    def trial(
+        self,
+        job: PlannedJob,
+        watch: SplitWatch,
+        rule: str,
+        resident: str,
+        after: Split,
+        after_s: float,
+        moved: int,
+    ) -> Trial:
+        """The trial of a move to another split, with the first resident that arrived."""
+        assert watch.split is not None
+        trial = Trial(
+            rule,
+            resident,
+            watch.split,
+            after,
+            job.steps_done,
+            self.step_s,
+            after_s,
+            1.0,
+            self.demand,
+            self.rates,
+            moved,
+            self.error,
+        )
+        return replace(trial, bias=watch.bias.get(trial.towards, 1.0))
 
 
 def pressed(
@@ -80,16 +114,21 @@ def pressed(
     team, config, terms, split = draft.team(job.id), job.config, terms_of(job), watch.split
     window = watch.window(mark, LEAST_STEPS)
     assert split is not None
-    if window is None or any(one.gang in _under_way(draft) for one in team.all):
+    told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
+    moving = {one.gang for one in draft.snapshot.moves if one.id not in told}
+    if window is None or any(one.gang in moving for one in team.all):
         return watch, None
     now, cores = demand(window, terms, job.measured.lengths), host_cores(draft, team)
     found = rates(window, now, terms, split, curves_of(job, watch), cores) if now else None
     if now is None or found is None or window.step_s <= 0:
         return explained(watch, None, "too little has been measured"), None
     model = predicted(now, found, split, terms, window.step_s)
-    watch = _forgiven(watch, imbalance(model))
-    pressure = triggers.pressure(window, split, terms, model, job.rejected - watch.rejected)
-    pressing = triggers.fired(pressure, config, mark.step - watch.planned_step)
+    for towards, then in watch.failed_at.items():  # the job has become another one since
+        change = imbalance(model) / max(then, 1e-9)
+        if change >= CHANGED or change <= 1 / CHANGED:
+            watch = replace(watch, failures={**watch.failures, towards: 0})
+    rejected, since_planned = job.rejected - watch.rejected, mark.step - watch.planned_step
+    pressing = triggers.pressing(window, split, terms, model, config, rejected, since_planned)
     failures = max(watch.failures.values(), default=0)
     since = mark.step - watch.moved_step if watch.moved_step is not None else None
     if why := triggers.rests(job.steps_done, since, config, failures):
@@ -97,7 +136,9 @@ def pressed(
     if not pressing:
         return explained(watch, model, "nothing presses for another split", window), None
     watch = replace(watch, planned_step=mark.step, rejected=job.rejected)
-    return watch, Pressed(window, error_of(watch, mark), now, found, model, pressing)
+    first = watch.older.step if watch.older is not None else mark.step
+    error = watch.times.error(first, mark.step)
+    return watch, Pressed(window, error, now, found, model, pressing)
 
 
 def refused(
@@ -136,17 +177,13 @@ def split_of(job: PlannedJob, team: Team) -> Split:
     return Split(len(team.engines), job.need.ranks + len(team.helpers), degrees)
 
 
-def error_of(watch: SplitWatch, mark: StepMark) -> float:
-    """How far off the mean time of a step in the window may be, as a share of it."""
-    first = watch.older.step if watch.older is not None else mark.step
-    return watch.times.error(first, mark.step)
-
-
 def timed(draft: Draft, job: PlannedJob, watch: SplitWatch) -> SplitWatch:
     """Takes in what the moves of a job took that are complete by this look."""
-    for took_s in _took(draft.decisions, job.id, draft.snapshot.now_ms):
-        known = watch.switch_s
-        watch = replace(watch, switch_s=known + WEIGHT * (took_s - known) if known else took_s)
+    for one in draft.decisions:
+        if isinstance(one, FinishMove) and not one.undone and one.move.back.get("job") == job.id:
+            took_s = (draft.snapshot.now_ms - one.move.started_ms) / 1000
+            known = watch.switch_s
+            watch = replace(watch, switch_s=known + WEIGHT * (took_s - known) if known else took_s)
     return watch
 
 
@@ -174,32 +211,8 @@ def curves_of(job: PlannedJob, watch: SplitWatch) -> Sequence[Curve]:
     return sure or list(watch.curves.values()) or job.measured.curves
 
 
-def _under_way(draft: Draft) -> set[str]:
-    """The gangs of moves that are not complete."""
-    told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
-    return {one.gang for one in draft.snapshot.moves if one.id not in told}
-
-
-def _took(decisions: Iterable[Any], job: str, now_ms: int) -> list[float]:
-    return [
-        (now_ms - one.move.started_ms) / 1000
-        for one in decisions
-        if isinstance(one, FinishMove) and not one.undone and one.move.back.get("job") == job
-    ]
-
-
 def host_cores(draft: Draft, team: Team) -> float:
     """The share of its cores that the busiest host of a job keeps busy; 0: not known."""
     there = {draft.workers[worker].host for seated in team.all for worker in seated.workers}
     hosts = [host for host in draft.snapshot.hosts if host.name in there and host.cores > 0]
     return max((min(1.0, host.busy_cores / host.cores) for host in hosts), default=0.0)
-
-
-def _forgiven(watch: SplitWatch, ratio: float) -> SplitWatch:
-    """Moves that did not pay count no more when the job has become another one."""
-    failures = dict(watch.failures)
-    for towards, then in watch.failed_at.items():
-        change = ratio / max(then, 1e-9)
-        if change >= CHANGED or change <= 1 / CHANGED:
-            failures[towards] = 0
-    return watch if failures == watch.failures else replace(watch, failures=failures)

@@ -9,12 +9,11 @@ window that is judged begins when all that was sampled with the old split has be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from services.planner.forecast.accounts import StepMark, Window
-from services.planner.forecast.prediction import corrected, rates_of, scaled, stepped_s
+from services.planner.forecast.prediction import corrected, scaled, stepped_s
 from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
 
 SURE = 1.5  # standard errors by which two times differ that are told apart
@@ -43,29 +42,6 @@ class Trial:
     error: float  # standard error of `before_s`, as a share of it
     begins: StepMark | None = None  # of the window that is judged
     settled_step: int | None = None  # at which all was where it was wished
-
-    def document(self) -> dict[str, Any]:
-        """It as JSON has it."""
-        begins = self.begins.document() if self.begins is not None else None
-        sides = {"before": self.before.document(), "after": self.after.document()}
-        demand = asdict(self.demand) | {"shape": list(self.demand.shape)}
-        return asdict(self) | sides | {"begins": begins, "demand": demand}
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any] | None) -> Trial | None:
-        """The trial of a document; None for none."""
-        if document is None:
-            return None
-        return cls(
-            **dict(document)
-            | {
-                "before": Split.of(document["before"]),
-                "after": Split.of(document["after"]),
-                "demand": Demand.of(document["demand"]),
-                "rates": rates_of(document["rates"]),
-                "begins": StepMark.of(document["begins"]),
-            }
-        )
 
     @property
     def towards(self) -> str:
@@ -186,8 +162,3 @@ def learned(bias: float, verdict: Verdict) -> float:
     raw = bias * verdict.observed_s / verdict.predicted_s
     least, most = BIAS
     return min(most, max(least, math.exp((1 - TRUST) * math.log(bias) + TRUST * math.log(raw))))
-
-
-def verdict_of(document: Mapping[str, Any]) -> Verdict:
-    """The verdict of a document that `asdict` made."""
-    return Verdict(**document)

@@ -7,50 +7,33 @@ the other. Nothing is planned before the warm-up is over, and nothing for a whil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from common.job.config import PlannerConfig
 from services.planner.forecast.accounts import Window
 from services.planner.forecast.prediction import OFF, Prediction
 from services.planner.forecast.quantities import Split, StepTerms
 
 
-@dataclass(frozen=True, slots=True)
-class Pressure:
-    """What presses for another split."""
-
-    queue: float  # trajectories that wait for an engine, over all slots
-    active: float  # trajectories at engines, over all slots
-    rejected: int  # trajectories that came back too old, since the last plan
-    imbalance: float  # of the longer stage over the shorter
-
-
-def pressure(
-    window: Window, split: Split, terms: StepTerms, stages: Prediction, rejected: int
-) -> Pressure:
-    """That of a window."""
-    slots = max(1, split.engines) * terms.slots * window.seconds
-    shorter = min(stages.rollout_s, stages.train_s)
-    longer = max(stages.rollout_s, stages.train_s)
-    return Pressure(
-        queue=window.work.queue_s / slots,
-        active=window.work.engine_s / slots,
-        rejected=rejected,
-        imbalance=longer / shorter if shorter > 0 else 1.0,
-    )
-
-
-def fired(found: Pressure, config: PlannerConfig, since_planned: int) -> str:
-    """The trigger that asks for a plan, by name; empty: none. `since_planned` are the steps since
-    the last one.
+def pressing(
+    window: Window,
+    split: Split,
+    terms: StepTerms,
+    stages: Prediction,
+    config: PlannerConfig,
+    rejected: int,
+    since_planned: int,
+) -> str:
+    """The trigger that asks for a plan, by name; empty: none. `rejected` are the trajectories that
+    came back too old since the last one, `since_planned` the steps since then.
     """
-    if found.imbalance >= config.imbalance:
+    slots = max(1, split.engines) * terms.slots * window.seconds
+    shorter, longer = sorted((stages.rollout_s, stages.train_s))
+    if (longer / shorter if shorter > 0 else 1.0) >= config.imbalance:
         return "imbalance"
-    if found.queue >= config.queue_pressure:
+    if window.work.queue_s / slots >= config.queue_pressure:
         return "queue"
-    if found.active >= config.active_pressure:
+    if window.work.engine_s / slots >= config.active_pressure:
         return "active"
-    if found.rejected >= config.rejected:
+    if rejected >= config.rejected:
         return "rejected"
     return "interval" if since_planned >= config.every else ""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.planner.balance.trials import KEPT, Trial, Verdict, learned, verdict_of
+from services.planner.balance.trials import KEPT, Trial, Verdict, learned
 from services.planner.forecast.accounts import Account, StepMark, Times, Window, between
-from services.planner.forecast.degrees import Curves, curves_of, told
+from services.planner.forecast.degrees import Curves
 from services.planner.forecast.quantities import Split
 
 
@@ -21,17 +21,6 @@ class ShapeWish:
     helpers: int
     until_ms: int  # then it is given up
     figures: Mapping[str, Any] = field(default_factory=dict)  # that it was decided by
-
-    def document(self) -> dict[str, Any]:
-        """It as JSON has it."""
-        return asdict(self) | {"degrees": list(self.degrees)}
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any] | None) -> ShapeWish | None:
-        """The wish of a document; None for none."""
-        if document is None:
-            return None
-        return cls(**dict(document) | {"degrees": tuple(document["degrees"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,49 +50,6 @@ class SplitWatch:
     wish: ShapeWish | None = None  # that is not fulfilled yet
     curves: Curves = field(default_factory=dict)  # of degrees that engines of it have had
 
-    def document(self) -> dict[str, Any]:
-        """It as JSON has it."""
-        return {
-            "account": self.account.document(),
-            "split": self.split.document() if self.split is not None else None,
-            "split_step": self.split_step,
-            "older": self.older.document() if self.older is not None else None,
-            "newer": self.newer.document() if self.newer is not None else None,
-            "times": [list(one) for one in self.times.ends],
-            "observed_ms": self.observed_ms,
-            "played_ms": self.played_ms,
-            "planned_step": self.planned_step,
-            "rejected": self.rejected,
-            "moved_step": self.moved_step,
-            "trial": self.trial.document() if self.trial is not None else None,
-            "verdicts": [asdict(verdict) for verdict in self.verdicts],
-            "failures": dict(self.failures),
-            "failed_at": dict(self.failed_at),
-            "bias": dict(self.bias),
-            "switch_s": self.switch_s,
-            "explained": dict(self.explained),
-            "wish": self.wish.document() if self.wish is not None else None,
-            "curves": told(self.curves),
-        }
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> SplitWatch:
-        """The watch of a document."""
-        return cls(
-            **dict(document)
-            | {
-                "account": Account.of(document["account"]),
-                "split": Split.of(document["split"]),
-                "older": StepMark.of(document["older"]),
-                "newer": StepMark.of(document["newer"]),
-                "times": Times(tuple((step, s) for step, s in document["times"])),
-                "trial": Trial.of(document["trial"]),
-                "verdicts": tuple(map(verdict_of, document["verdicts"])),
-                "wish": ShapeWish.of(document.get("wish")),
-                "curves": curves_of(document.get("curves", ())),
-            }
-        )
-
     # -- its window --------------------------------------------------------------------------------
 
     def marked(self, mark: StepMark, split: Split, lag: int, steps: int) -> SplitWatch:
@@ -112,21 +58,16 @@ class SplitWatch:
         """
         if self.split is None:  # nothing was sampled with another one
             return replace(self, split=split, split_step=mark.step - lag)
-        watch = replace(self, times=self.times.at(mark))
-        return watch._marked(mark, split, lag, steps)
-
-    def _marked(self, mark: StepMark, split: Split, lag: int, steps: int) -> SplitWatch:
+        watch, older = replace(self, times=self.times.at(mark)), self.newer or self.older
         if not split.same(self.split) or (self.older is not None and mark.step < self.older.step):
-            return replace(self, split=split, split_step=mark.step, older=None, newer=None)
+            return replace(watch, split=split, split_step=mark.step, older=None, newer=None)
         if mark.step <= self.split_step + lag:
-            return self
-        if self.older is None:
-            return replace(self, older=mark)
-        window = between(self.newer or self.older, mark)
-        if window is None or not window.long(steps):
-            return self
-        older = self.newer or self.older
-        return replace(self, older=older, newer=mark)
+            return watch
+        if older is None:
+            return replace(watch, older=mark)
+        window = between(older, mark)
+        long = window is not None and window.long(steps)
+        return replace(watch, older=older, newer=mark) if long else watch
 
     def window(self, mark: StepMark, steps: int) -> Window | None:
         """The window until this mark, when it is long enough."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FORGETTING = 0.9  # weight of an observation beside the next: ten are remembered
 KEYS = 256  # that are kept; who was observed longest ago goes first
@@ -81,12 +81,3 @@ class Correction:
         others = {one: factor for one, factor in self.factors.items() if one != key}
         kept = list(others.items())[-(KEYS - 1) :]
         return Correction(dict(kept) | {key: self.factor(key).seen(predicted, observed)})
-
-    def document(self) -> list[list[Any]]:
-        """It as JSON has it."""
-        return [[*key, one.log, one.error, one.count] for key, one in self.factors.items()]
-
-    @classmethod
-    def of(cls, document: list[list[Any]]) -> Correction:
-        """The correction of a `document`."""
-        return cls({CorrectionKey(*row[:3]): CorrectionFactor(*row[3:]) for row in document})

@@ -19,7 +19,6 @@ from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
 from common.state.pool.demand.measured import Curve
 from kernels.cost import expected
-from services.planner.costs.collectives import all_reduce_s
 
 FRAGMENTED = 0.04  # share of the room for keys and values that is lost to blocks half full (Libra)
 WORKSPACE = 1e9  # bytes of a rank's activations (Libra)
@@ -27,6 +26,20 @@ SLOTS = 256  # sequences at a time at most, unless the engine says another numbe
 CHUNK = 1024  # tokens of a prefill at a time (Libra)
 REDUCES = 2  # of a layer: behind attention, and behind its matrices (Shoeybi et al. 2019)
 TYPICAL = 64  # sequences up to which a curve is to be close
+
+
+def all_reduce_s(size: float, ranks: int, bytes_per_s: float) -> float:
+    """Seconds until each of so many ranks has the sum of `size` bytes of each, as rings do it
+    (Patarasuk and Yuan 2009): each rank's part is summed, and gathered.
+    """
+    return 2.0 * all_to_all_s(size, ranks, bytes_per_s)
+
+
+def all_to_all_s(size: float, ranks: int, bytes_per_s: float) -> float:
+    """Seconds until `size` bytes of each rank are where they belong, spread evenly over all; the
+    same until each has the whole of what is spread over them.
+    """
+    return (ranks - 1) / ranks * size / bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from common.hardware.profiles import Accelerator
 from common.hardware.shapes import ModelShape
 from kernels.cost import expected
-from services.planner.costs.collectives import all_reduce_s, all_to_all_s, gather_s
-from services.planner.costs.rollout import REDUCES
+from services.planner.costs.rollout import REDUCES, all_reduce_s, all_to_all_s
 
 OVERLAP, OVERLAP_PIPELINED = 0.3, 0.5  # of gradients' all-reduce behind the way back (Libra)
 STATES = 16  # bytes a parameter: 2 itself, 2 gradient, 12 master and moments (Rajbhandari 2020)
@@ -24,7 +23,7 @@ ACTIVATIONS = 34  # bytes a token, layer and feature, attention recomputed (Kort
 @dataclass(frozen=True, slots=True)
 class TrainingLayout:
     """How a step is spread: `data` replicas, each over `tensor` x `pipeline` accelerators, which
-    computes `micro` sequences at a time. `sharded`: parameters, gradients and moments are spread
+    computes a sequence at a time. `sharded`: parameters, gradients and moments are spread
     over replicas, too (FSDP). `recomputed`: layers keep their inputs alone, and are computed once
     more on the way back (Chen et al. 2016); otherwise attention is.
     """
@@ -33,7 +32,6 @@ class TrainingLayout:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
-    micro: int = 1
     sharded: bool = True
     recomputed: bool = False
 
@@ -57,12 +55,19 @@ def step_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: Tra
     """Seconds of a step: its micro-batches through the pipeline, gradients between replicas, and
     the update.
     """
-    micros = max(1, math.ceil(work.sequences / (layout.data * layout.micro)))
+    micros = max(1, math.ceil(work.sequences / layout.data))
     forward_s, back_s, between_s = _stage_s(shape, on, layout, work, micros)
     stages = layout.pipeline - 1
     pipeline_s = micros * (forward_s + back_s) + stages * (forward_s + back_s + 2 * between_s)
     part = shape.parameters / (layout.tensor * layout.pipeline)
-    return pipeline_s + _gradients_s(shape, on, layout, work, part) + update_s(shape, on, layout)
+    # What replicas exchange, beside what computing hides: gradients, and of sharded ones the
+    # parameters, gathered on both ways (Rajbhandari 2020: half as much again).
+    size, rate = part * shape.dtype_bytes, _bytes_per_s(on, layout, work)
+    exchange_s = 1.5 * all_reduce_s(size, layout.data, rate)
+    if not layout.sharded:
+        exchange_s = all_reduce_s(size, layout.data, rate)
+    exchange_s *= 1 - (OVERLAP_PIPELINED if layout.pipeline > 1 else OVERLAP)
+    return pipeline_s + exchange_s + update_s(shape, on, layout)
 
 
 def update_s(shape: ModelShape, on: Accelerator, layout: TrainingLayout) -> float:
@@ -79,9 +84,9 @@ def memory_bytes(shape: ModelShape, layout: TrainingLayout, work: TrainingWork) 
     part = shape.parameters / (layout.tensor * layout.pipeline)
     states = STATES * part / (layout.data if layout.sharded else 1)
     gathered = 2 * shape.dtype_bytes * part / shape.layers if layout.sharded else 0.0
-    tokens = layout.micro * work.tokens / max(1, work.sequences)
+    tokens = work.tokens / max(1, work.sequences)
     layers = shape.layers / layout.pipeline
-    under_way = min(layout.pipeline, max(1, work.sequences // (layout.data * layout.micro)))
+    under_way = min(layout.pipeline, max(1, work.sequences // layout.data))
     feature = (
         shape.dtype_bytes * layers + ACTIVATIONS if layout.recomputed else ACTIVATIONS * layers
     )
@@ -91,7 +96,7 @@ def memory_bytes(shape: ModelShape, layout: TrainingLayout, work: TrainingWork) 
 
 def bubble(layout: TrainingLayout, sequences: int) -> float:
     """The share of a step in which a stage waits for others (Huang et al. 2019)."""
-    micros = max(1, sequences // (layout.data * layout.micro))
+    micros = max(1, sequences // layout.data)
     return (layout.pipeline - 1) / (micros + layout.pipeline - 1)
 
 
@@ -110,7 +115,11 @@ def _stage_s(
     if layout.tensor > 1:
         one = on.collective_s + all_reduce_s(size, layout.tensor, on.link_bytes_per_s)
         reduce_s = REDUCES * one * shape.layers / layout.pipeline
-    sent_s = _experts_s(shape, on, layout, work, size)
+    ranks, sent_s = math.gcd(shape.experts, min(work.node, layout.data * layout.tensor)), 0.0
+    if shape.experts and ranks > 1:  # a mixture's tokens go to their experts and back, in a host
+        sent = size * shape.experts_per_token / layout.tensor
+        layers = shape.layers / layout.pipeline
+        sent_s = 2 * layers * all_to_all_s(sent, ranks, on.link_bytes_per_s)
     forward_s = (matrices + attention) / rate + reduce_s + sent_s
     # Twice as much, and once more what is not kept but computed again.
     back_s = (2 * matrices + 3 * attention) / rate + reduce_s + sent_s
@@ -120,32 +129,6 @@ def _stage_s(
         size / layout.tensor / _bytes_per_s(on, layout, work) if layout.pipeline > 1 else 0.0
     )
     return forward_s, back_s, handing_s
-
-
-def _experts_s(
-    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: TrainingWork, size: float
-) -> float:
-    """Seconds in which a mixture's tokens go to their experts and back, kept within a host."""
-    ranks = math.gcd(shape.experts, min(work.node, layout.data * layout.tensor))
-    if not shape.experts or ranks == 1:
-        return 0.0
-    layers = shape.layers / layout.pipeline
-    sent = size * shape.experts_per_token / layout.tensor
-    return 2 * layers * all_to_all_s(sent, ranks, on.link_bytes_per_s)
-
-
-def _gradients_s(
-    shape: ModelShape, on: Accelerator, layout: TrainingLayout, work: TrainingWork, part: float
-) -> float:
-    """Seconds in which replicas exchange, beside what computing hides: gradients, and of sharded
-    ones the parameters, gathered on both ways (Rajbhandari 2020: half as much again).
-    """
-    size, rate = part * shape.dtype_bytes, _bytes_per_s(on, layout, work)
-    if layout.sharded:
-        exchange_s = 3 * gather_s(size, layout.data, rate)
-    else:
-        exchange_s = all_reduce_s(size, layout.data, rate)
-    return exchange_s * (1 - (OVERLAP_PIPELINED if layout.pipeline > 1 else OVERLAP))
 
 
 def _bytes_per_s(on: Accelerator, layout: TrainingLayout, work: TrainingWork) -> float:

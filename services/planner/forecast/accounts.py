@@ -8,12 +8,11 @@ those do is counted by the shards that ask them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
-from common.state.pool.demand.measured import FIELDS, Measured, MeasuredWork
+from common.state.pool.demand.measured import Measured, MeasuredWork
 
 # A window lasts so long at least: processes tell their counts with each renewal of their leases,
 # every 1.5 s, and not at the same moment.
@@ -45,17 +44,6 @@ class Account:
                 del last[source]
         return Account(last, total)
 
-    def document(self) -> dict[str, Any]:
-        """It as JSON has it."""
-        last = {source: packed(work) for source, work in self.last.items()}
-        return {"last": last, "total": packed(self.total)}
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Account:
-        """The account of a `document`."""
-        last = {source: unpacked(row) for source, row in document["last"].items()}
-        return cls(last, unpacked(document["total"]))
-
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
@@ -64,15 +52,6 @@ class StepMark:
     step: int
     ms: int
     total: MeasuredWork
-
-    def document(self) -> list[Any]:
-        """It as JSON has it."""
-        return [self.step, self.ms, packed(self.total)]
-
-    @classmethod
-    def of(cls, row: list[Any] | None) -> StepMark | None:
-        """The mark of a document; None for none."""
-        return cls(row[0], row[1], unpacked(row[2])) if row is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +99,21 @@ class Times:
         """The deviation of the time of one step among these, as a share of it. As few tell little,
         what steps usually vary by is worth some of them.
         """
-        parts = self._parts(first, last)
+        ends = [one for one in self.ends if first <= one[0] <= last]
+        # Of each look at new ones: how many, and their mean time.
+        parts = [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(ends)]
         told, squares = len(parts) - 1, 0.0
         if told > 0:
-            each = sum(steps for steps, _ in parts) / len(parts)  # means of several differ less
-            mean_s = sum(steps * s for steps, s in parts) / sum(steps for steps, _ in parts)
-            squares = _variance(parts) * each * len(parts) / max(mean_s, 1e-9) ** 2
+            weight = sum(steps for steps, _ in parts)
+            each = weight / len(parts)  # means of several differ less
+            mean_s = sum(steps * s for steps, s in parts) / weight
+            variance = sum(steps * (s - mean_s) ** 2 for steps, s in parts) / weight
+            squares = variance * each * len(parts) / max(mean_s, 1e-9) ** 2
         return math.sqrt((squares + VARY_WORTH * VARY**2) / (max(0, told) + VARY_WORTH))
 
     def error(self, first: int, last: int) -> float:
         """The standard error of the mean time of a step among these, as a share of it."""
         return self.spread(first, last) / math.sqrt(max(1, last - first))
-
-    def _parts(self, first: int, last: int) -> list[tuple[int, float]]:
-        """(steps, their mean time), for each look at new ones."""
-        ends = [one for one in self.ends if first <= one[0] <= last]
-        return [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(ends)]
-
-
-def _variance(parts: Sequence[tuple[int, float]]) -> float:
-    weight = sum(steps for steps, _ in parts)
-    mean = sum(steps * each_s for steps, each_s in parts) / weight
-    return sum(steps * (each_s - mean) ** 2 for steps, each_s in parts) / weight
 
 
 def between(first: StepMark, last: StepMark) -> Window | None:
@@ -150,16 +122,3 @@ def between(first: StepMark, last: StepMark) -> Window | None:
     if steps <= 0 or seconds <= 0:
         return None
     return Window(steps, seconds, last.total - first.total)
-
-
-def packed(work: MeasuredWork) -> list[float]:
-    """Its figures in the order of their names, to the microsecond, without zeros at the end."""
-    found = [round(getattr(work, name), 6) for name in FIELDS]
-    while found and not found[-1]:
-        found.pop()
-    return found
-
-
-def unpacked(row: list[float]) -> MeasuredWork:
-    """What `packed` made."""
-    return MeasuredWork(*row)

@@ -11,9 +11,8 @@ model (`costs/correction.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from common.base.errors import ConfigError
 from common.hardware import profiles
@@ -35,10 +34,14 @@ def noted(known: Curves, now: Sequence[Curve]) -> Curves:
     """
     found = dict(known)
     for which in dict.fromkeys((curve.kind, curve.degree) for curve in now):
-        curve = _mean([one for one in now if (one.kind, one.degree) == which])
+        same = [one for one in now if (one.kind, one.degree) == which]
         before = found.get(which)
-        if curve is None:
+        if not any(one.steps for one in same):
             continue
+        curve = weighted(same)
+        if curve.base_s < 0 or curve.base_s + curve.sequence_s <= 0:
+            continue
+        curve = replace(curve, steps=curve.steps // len(same))
         changed = before is None or abs(curve.steps - before.steps) >= NOTED
         if changed and (before is None or curve.steps >= NOTED):  # one that began anew knows little
             found[which] = curve
@@ -70,9 +73,14 @@ def predicted(which: Which, known: Curves, job: PlannedJob) -> Curve | None:
         steps = there.base_s / here.base_s
         prefill = there.prefill_tokens_per_s / here.prefill_tokens_per_s
     else:
-        waits = _collectives(job.pace)
+        pace = _pace(job.pace)  # what collectives take of a decode step of one worker
+        waits = pace.of_degree(2).collectives_s / pace.decode_s if pace else COLLECTIVES_SHARE
         steps = _step(degree, waits) / _step(base.degree, waits)
-        prefill = _prefill(job.pace, degree) / _prefill(job.pace, base.degree)
+        rates = [
+            pace.of_degree(one).prefill_tokens_per_s if pace else float(one)
+            for one in (degree, base.degree)
+        ]
+        prefill = rates[0] / rates[1]
     found = _times(base, steps, base.degree / degree, prefill)
     return replace(found, degree=degree, steps=0)
 
@@ -139,37 +147,28 @@ def typical_s(of: Curve) -> float:
     return of.step_s(TYPICAL)
 
 
-def told(known: Curves) -> list[list[Any]]:
-    """Curves as JSON has them."""
-    return [list(astuple(one)) for one in known.values()]
-
-
-def curves_of(rows: Iterable[Sequence[Any]]) -> Curves:
-    """What `told` made."""
-    return {(one.kind, one.degree): one for one in (Curve(*row) for row in rows)}
-
-
 def _least(known: Curves, kind: str) -> int:
     """The degree that others of the kind are predicted from."""
     return min(degree for of, degree in known if of == kind)
 
 
-def _mean(curves: Sequence[Curve]) -> Curve | None:
-    """Of engines alike, weighted by the steps that each was fitted to."""
+def weighted(curves: Sequence[Curve]) -> Curve:
+    """The mean of engines alike, by the steps that each was fitted to, some at least."""
     steps = sum(one.steps for one in curves)
-    if not steps:
-        return None
 
     def of(name: str) -> float:
         return float(sum(getattr(one, name) * one.steps for one in curves) / steps)
 
-    base_s, sequence_s = of("base_s"), of("sequence_s")
-    if base_s < 0 or base_s + sequence_s <= 0:
-        return None
-    rest = of("context_s"), of("prefill_tokens_per_s")
-    most = max(one.most_tokens_per_s for one in curves)
-    about = curves[0].kind, curves[0].degree
-    return Curve(*about, base_s, sequence_s, *rest, steps // len(curves), most)
+    return Curve(
+        curves[0].kind,
+        curves[0].degree,
+        of("base_s"),
+        of("sequence_s"),
+        of("context_s"),
+        of("prefill_tokens_per_s"),
+        steps,
+        max(one.most_tokens_per_s for one in curves),
+    )
 
 
 def _times(of: Curve, base: float, each: float, prefill: float) -> Curve:
@@ -185,17 +184,6 @@ def _times(of: Curve, base: float, each: float, prefill: float) -> Curve:
 def _step(degree: int, collectives: float) -> float:
     """A decode step of so many workers over one of a single one."""
     return 1 / degree + (collectives if degree > 1 else 0.0)
-
-
-def _collectives(pace: str) -> float:
-    """What a step's collectives take of a decode step of one worker."""
-    known = _pace(pace)
-    return known.of_degree(2).collectives_s / known.decode_s if known else COLLECTIVES_SHARE
-
-
-def _prefill(pace: str, degree: int) -> float:
-    known = _pace(pace)
-    return known.of_degree(degree).prefill_tokens_per_s if known else float(degree)
 
 
 def _pace(text: str) -> Pace | None:

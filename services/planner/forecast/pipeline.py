@@ -90,7 +90,6 @@ class _Play:
         return (ends[-1] - ends[-1 - counted]) / counted
 
     def _next(self) -> None:
-        """Goes on to what happens next."""
         there, due = self._there, self._due
         until = min(self._trains, due[0][0] if due else math.inf)
         if there:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from common.state.pool.demand.measured import Curve, Lengths
 from services.planner.forecast.accounts import Window
+from services.planner.forecast.degrees import weighted
 from services.planner.forecast.pipeline import played_s
 from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
 
@@ -132,21 +132,10 @@ def mean(curves: Sequence[Curve], context: float = 0.0) -> Curve:
     has one, a step takes as long whatever is in it, which says that latency alone binds.
     """
     known = [curve for curve in curves if curve.steps > 0 and curve.base_s >= 0]
-    weight = sum(curve.steps for curve in known)
-    if not weight:
+    if not known:
         return Curve("", 1, 1.0)
-
-    def of(name: str) -> float:
-        return float(sum(getattr(curve, name) * curve.steps for curve in known) / weight)
-
-    base_s, sequence_s = of("base_s"), of("sequence_s") + context * of("context_s")
-    if base_s + sequence_s <= 0:
+    found = weighted(known)
+    sequence_s = found.sequence_s + context * found.context_s
+    if found.base_s + sequence_s <= 0:
         return Curve("", 1, 1.0)
-    peaks = [curve.most_tokens_per_s for curve in known if curve.most_tokens_per_s]
-    most = max(peaks, default=0.0)
-    return Curve(known[0].kind, known[0].degree, base_s, sequence_s, 0.0, 0.0, weight, most)
-
-
-def rates_of(document: dict[str, Any]) -> StepRates:
-    """The rates of a document."""
-    return StepRates(**document | {"curve": Curve(**document["curve"])})
+    return replace(found, sequence_s=sequence_s, context_s=0.0, prefill_tokens_per_s=0.0)

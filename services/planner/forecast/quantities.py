@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from common.state.pool.demand.measured import Curve
 
@@ -30,11 +28,6 @@ class Demand:
     tool_s: float  # of a trajectory
     trained: float  # tokens of a step
     shape: tuple[float, ...] = ()  # tokens of a trajectory at each of `LEVELS`; empty: not known
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Demand:
-        """The demand of a document."""
-        return cls(**dict(document) | {"shape": tuple(document["shape"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +66,6 @@ class Split:
     def named(self) -> str:
         """Its engines, for people."""
         return f"rollout of {','.join(map(str, self.degrees))}"
-
-    def document(self) -> dict[str, Any]:
-        """It as JSON has it."""
-        return asdict(self) | {"degrees": list(self.degrees)}
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any] | None) -> Split | None:
-        """The split of a document; None for none."""
-        if document is None:
-            return None
-        return cls(**dict(document) | {"degrees": tuple(document.get("degrees", ()))})
 
 
 def share(trainers: int, tokens: float, terms: StepTerms) -> float:

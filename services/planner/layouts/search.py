@@ -123,7 +123,8 @@ class Furthest:
 
     def end(self, state: Sequence[int]) -> int:
         """The furthest end from group 0 on, with no more than the accelerators of a state."""
-        return int(self._table[self._index(state)])
+        inner = [used + pad for used, pad in zip(state[:-1], self._pads[:-1], strict=True)]
+        return int(self._table[(sum(state) + self._lead, *inner)])
 
     def spans(self, state: Sequence[int]) -> list[GangSpan]:
         """The gangs that get there, in order of length."""
@@ -150,10 +151,6 @@ class Furthest:
             if reach[self.end(before)] == end:
                 return step, before
         raise AssertionError(f"no gang leads to group {end}")
-
-    def _index(self, state: Sequence[int]) -> tuple[int, ...]:
-        inner = [used + pad for used, pad in zip(state[:-1], self._pads[:-1], strict=True)]
-        return (sum(state) + self._lead, *inner)
 
     def _filled(self) -> NDArray[np.intp]:
         """The table by [level, used of each other pool], with room in front for steps from states

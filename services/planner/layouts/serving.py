@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from common.state.pool.demand.measured import Curve
 from services.planner.costs.rollout import SLOTS, EngineGang
-from services.planner.layouts.grouping import LengthGroup, together
+from services.planner.layouts.grouping import LengthGroup
 
 Positions = NDArray[np.intp]  # [groups + 1]: where a range that begins at each group may end
 Seconds = NDArray[np.float64]
@@ -65,25 +65,10 @@ class GangServer:
         if group.longest_context > self.capacity:
             return float("inf")
         steps_s = group.longest * self.curve.step_s(1, group.prompt + group.longest / 2)
-        return self._prefill_s(group.prompt) + steps_s + group.tool_s
+        return self.prefill_s(group.prompt) + steps_s + group.tool_s
 
-    def serves_s(self, groups: Sequence[LengthGroup]) -> float:
-        """Seconds until groups are done that are all that it serves."""
-        alone_s = max(map(self.alone_s, groups))
-        if alone_s == float("inf"):
-            return alone_s
-        whole = together(groups)
-        steps = max(whole.longest, whole.generated / self.slots, whole.held / self.capacity)
-        base_s = max(self.curve.base_s * steps, self.busy_s * whole.generated)
-        slots_s = (self.curve.base_s * whole.generated + whole.tools_s) / self.slots
-        return max(alone_s, max(base_s, slots_s) + self._shared_s(whole))
-
-    def _shared_s(self, group: LengthGroup) -> float:
-        """What tokens add to steps, and their prefill."""
-        added_s = self.curve.sequence_s * group.generated + self.curve.context_s * group.held
-        return added_s + self._prefill_s(group.prompts)
-
-    def _prefill_s(self, tokens: float) -> float:
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds of a prompt's forward pass."""
         rate = self.curve.prefill_tokens_per_s
         return tokens / rate if rate else 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from common.hardware.profiles import declared, kind_of
@@ -35,7 +35,13 @@ def place_core(draft: Draft, job: PlannedJob, share: int, home: str) -> None:
     had = any(r.job == job.id for gang in snapshot.gangs for r in gang.residents)
     rule = "repair" if had or job.steps_done else "default"
     why = Why(rule, job.id, {"entitled": share})
-    for seated in _make_way(draft, workers):
+    # Who sleeps on one worker stays; a gang whose workers become another one is left by all.
+    leave = {s.resident.id: s for worker in workers for s in draft.on[worker].values()}
+    if len(workers) == 1:
+        leave = {name: seated for name, seated in leave.items() if seated.awake}
+    elif len({draft.where.get(worker, "") for worker in workers}) > 1:
+        leave |= {s.resident.id: s for worker in workers for s in draft.beside(worker)}
+    for seated in leave.values():
         draft.remove(seated, why)
     draft.seat(workers, job.id, Role.TRAINING, why, core=True, apart=job.need.apart)
 
@@ -46,7 +52,8 @@ def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
     own = draft.team(job.id)
     if ranks > 1:
         near = [w for w in draft.placeable if draft.place(w) == home]
-        near = _of_kinds(draft, near, job) or near
+        wanted = [w for w in near if kind_of(draft.workers[w].accelerator) in job.need.kinds]
+        near = wanted if len(wanted) >= ranks else near  # of the kinds that ranks are set apart for
     else:
         mine = [w for seated in own.all for w in seated.workers if w in draft.placeable]
         near = [*mine, *filter(None, [draft.free(lambda w: _fits(draft, job, w))])]
@@ -59,25 +66,13 @@ def _gather(draft: Draft, job: PlannedJob, home: str) -> list[str]:
         host = draft.workers[worker].host if ranks > 1 else ""
         offers.setdefault(host, []).append((_cost(draft, job, own, worker), numbered(worker)))
     if job.need.attention:
-        speeds = _speeds(draft, near)
+        known = declared()
+        kinds = {worker: kind_of(draft.workers[worker].accelerator) for worker in near}
+        speeds = {w: known[kind].flops if kind in known else 0.0 for w, kind in kinds.items()}
         looks = (two_kinds(offers, speeds, job.need.attention, ranks, m) for m in (IDLE, *LIMITS))
     else:
         looks = (fewest_hosts(offers, ranks, most) for most in LIMITS)
     return next(filter(None, looks), [])
-
-
-def _of_kinds(draft: Draft, workers: Sequence[str], job: PlannedJob) -> list[str]:
-    """Those of the kinds that ranks are set apart for; none where these are too few."""
-    kinds = job.need.kinds
-    found = [w for w in workers if kind_of(draft.workers[w].accelerator) in kinds]
-    return found if len(found) >= job.need.ranks else []
-
-
-def _speeds(draft: Draft, workers: Iterable[str]) -> dict[str, float]:
-    """Operations a second that a worker's accelerator can do at most; 0: its kind is not known."""
-    kinds = {worker: kind_of(draft.workers[worker].accelerator) for worker in workers}
-    known = declared()
-    return {w: known[kind].flops if kind in known else 0.0 for w, kind in kinds.items()}
 
 
 def two_kinds(
@@ -119,33 +114,18 @@ def fewest_hosts(offers: Mapping[str, Sequence[Offer]], ranks: int, most: int) -
     if sum(map(len, left.values())) < ranks:
         return []
     chosen: list[list[tuple[int, str]]] = []
-    while ranks:
+
+    def order(host: str) -> tuple[int, int, Offer]:
+        some, cost = left[host], sum(cost for cost, _ in left[host][:ranks])
+        return (cost, len(some), some[0]) if whole else (-len(some), cost, some[0])
+
+    while ranks:  # the largest first, until one has all that are still wanted
         whole = [host for host, some in left.items() if len(some) >= ranks]
-        host = min(whole or left, key=lambda host: _order(left[host], ranks, bool(whole)))
+        host = min(whole or left, key=order)
         taken = left.pop(host)[:ranks]
         chosen.append(sorted(name for _, name in taken))
         ranks -= len(taken)
     return [worker for names in sorted(chosen) for _, worker in names]
-
-
-def _order(offers: Sequence[Offer], ranks: int, whole: bool) -> tuple[int, int, Offer]:
-    """By what hosts come before others: the largest until one has all that are still wanted, and
-    of those the one where they cost least.
-    """
-    cost = sum(cost for cost, _ in offers[:ranks])
-    return (cost, len(offers), offers[0]) if whole else (-len(offers), cost, offers[0])
-
-
-def _make_way(draft: Draft, workers: list[str]) -> list[Seated]:
-    """Who leaves for a new core. Who sleeps on one worker stays; a gang whose workers become
-    another one is left by all.
-    """
-    there = {s.resident.id: s for worker in workers for s in draft.on[worker].values()}
-    if len(workers) == 1:
-        return [seated for seated in there.values() if seated.awake]
-    if len({draft.where.get(worker, "") for worker in workers}) > 1:
-        there |= {s.resident.id: s for worker in workers for s in draft.beside(worker)}
-    return list(there.values())
 
 
 def _cost(draft: Draft, job: PlannedJob, own: Team, worker: str) -> int:
@@ -157,7 +137,11 @@ def _cost(draft: Draft, job: PlannedJob, own: Team, worker: str) -> int:
     if job.need.ranks > 1:  # its gang may have to end for this
         beside = draft.beside(worker)
         there += beside
-        cost = max([cost, *(_disturbed(draft, job, own, s) for s in beside if s.awake)])
+        for seated in beside:
+            if seated.awake:  # a core that has a checkpoint goes on in another gang
+                last = seated.resident.core or seated.resident.turns
+                dear = last and _absent(draft, seated)
+                cost = max(cost, DEAR if dear else _missed(job, own, seated))
     asleep = [s for s in there if not s.awake]
     if any(not s.resident.settled for s in asleep):
         return NEVER
@@ -179,15 +163,6 @@ def _missed(job: PlannedJob, own: Team, seated: Seated) -> int:
         return NEVER if job.need.ranks == 1 or resident.turns else 6
     order = {Role.TRAINING: 0, Role.SCORING: 3}
     return order.get(resident.role, 2 if len(own.engines) > 1 else 4)
-
-
-def _disturbed(draft: Draft, job: PlannedJob, own: Team, seated: Seated) -> int:
-    """How much is lost when the gang of a resident ends, whose own workers are not needed: a core
-    that has a checkpoint goes on in another gang.
-    """
-    if (seated.resident.core or seated.resident.turns) and _absent(draft, seated):
-        return DEAR
-    return _missed(job, own, seated)
 
 
 def _absent(draft: Draft, seated: Seated) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from common.state.pool.demand.needs import PlannedJob
@@ -82,35 +81,39 @@ def shape(
     engines of other degrees, helpers beyond `helpers`, and idle ones: the caller sees to the job's
     share. Each engine or helper that this makes is a move, with `details`.
     """
-    wish = _Wish(job, why or Why("shape", job.id, {"degrees": list(wanted)}), dict(details or {}))
+    why = why or Why("shape", job.id, {"degrees": list(wanted)})
     allowed = draft.needs[job.id].degrees
     degrees = sorted((d for d in wanted if d in allowed), reverse=True) or [job.need.smallest]
     kept, surplus, lacking = _matched(draft.team(job.id).engines, degrees)
-    spare = _spare(draft, job, helpers)
+    there = draft.team(job.id).helpers  # of those that may leave the last first
+    over = 0 if helpers is None else max(0, len(there) - helpers)
+    spare = [one for one in reversed(there) if not one.resident.pinned][:over]
     held = _held(draft, job, kept, surplus, spare, lacking)
     if held is not None:
         surplus.remove(held)
-    unmet = [degree for degree in lacking if not _form(draft, wish, degree, surplus, spare)]
+    unmet = False
+    for degree in lacking:
+        found = _found(draft, job, degree, surplus, spare)
+        if found is None:
+            unmet = True
+        else:
+            seat(draft, job, found, why, {**(details or {}), "to": f"rollout of {degree}"})
     if not unmet:
         here = draft.of.get(job.id, {})
         for seated in [one for one in (*surplus, *spare) if one.resident.id in here]:
-            draft.remove(seated, wish.why)
-    helped = _help(draft, wish, helpers) if not unmet and held is None else helpers is None
-    return not unmet and held is None and helped
-
-
-def degrees_of(seats: Sequence[Seated]) -> list[int]:
-    """The degrees of engines, in their order."""
-    return [len(seated.workers) for seated in seats]
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """Whose engines get another shape, and why."""
-
-    job: PlannedJob
-    why: Why
-    details: dict[str, Any]
+            draft.remove(seated, why)
+    if unmet or held is not None:
+        return False
+    if helpers is None:
+        return True
+    told = {"policy": why.rule, **(details or {}), "to": Role.TRAINING}
+    while len(draft.team(job.id).helpers) < helpers:  # on idle workers
+        worker = draft.free(lambda w: helps(draft, job.need, w))
+        if not worker:
+            return False
+        made = way_back(draft, job.id, Role.ROLLOUT, told)
+        draft.seat([worker], job.id, Role.TRAINING, why, move=made)
+    return len(draft.team(job.id).helpers) == helpers
 
 
 def _matched(
@@ -127,13 +130,6 @@ def _matched(
         left[degree] -= int(fits)
         (kept if fits or engine.resident.pinned else surplus).append(engine)
     return kept, surplus, sorted(left.elements(), reverse=True)
-
-
-def _spare(draft: Draft, job: PlannedJob, helpers: int | None) -> list[Seated]:
-    """Helpers that may leave, the last first."""
-    there = draft.team(job.id).helpers
-    over = 0 if helpers is None else max(0, len(there) - helpers)
-    return [one for one in reversed(there) if not one.resident.pinned][:over]
 
 
 def _held(
@@ -157,16 +153,6 @@ def _held(
         if any(_found(draft, job, degree, others, spare) for degree in lacking):
             return engine
     return None
-
-
-def _form(
-    draft: Draft, wish: _Wish, degree: int, surplus: Sequence[Seated], spare: Sequence[Seated]
-) -> bool:
-    found = _found(draft, wish.job, degree, surplus, spare)
-    if found is None:
-        return False
-    seat(draft, wish.job, found, wish.why, wish.details | {"to": f"rollout of {degree}"})
-    return True
 
 
 def _found(
@@ -256,33 +242,16 @@ def _back(
     """What makes the move of an engine, whose workers go back to what was there if all of it was
     the job's.
     """
-    told = {"policy": why.rule, "from": _roles(own), **details}
+    named = Counter(f"{one.resident.role} of {len(one.workers)}" for one in own)
+    did = ", ".join(f"{n} {name}" for name, n in sorted(named.items())) or str(Role.IDLE)
+    told = {"policy": why.rule, "from": did, **details}
     inside = [one for one in own if set(one.workers) <= set(found.workers)]
     ids = [one.resident.id for one in own]
-    whole = sum(degrees_of(inside)) == len(found.workers)
+    degrees = [len(one.workers) for one in inside]
+    whole = sum(degrees) == len(found.workers)
     roles = {one.resident.role for one in inside}
     if whole and roles == {Role.TRAINING}:
         return way_back(draft, job.id, Role.TRAINING, told, leaves=ids)
-    degrees = degrees_of(inside) if whole and roles == {Role.ROLLOUT} else [len(found.workers)]
+    if not whole or roles != {Role.ROLLOUT}:
+        degrees = [len(found.workers)]
     return way_back(draft, job.id, Role.ROLLOUT, told, degrees, leaves=ids)
-
-
-def _help(draft: Draft, wish: _Wish, helpers: int | None) -> bool:
-    """As many helpers as are wished, on idle workers; whether they are there."""
-    if helpers is None:
-        return True
-    job = wish.job
-    told = {"policy": wish.why.rule, **wish.details, "to": Role.TRAINING}
-    while len(draft.team(job.id).helpers) < helpers:
-        worker = draft.free(lambda w: helps(draft, job.need, w))
-        if not worker:
-            return False
-        made = way_back(draft, job.id, Role.ROLLOUT, told)
-        draft.seat([worker], job.id, Role.TRAINING, wish.why, move=made)
-    return len(draft.team(job.id).helpers) == helpers
-
-
-def _roles(seats: Sequence[Seated]) -> str:
-    """What those who leave did, in words."""
-    named = Counter(f"{one.resident.role} of {len(one.workers)}" for one in seats)
-    return ", ".join(f"{n} {name}" for name, n in sorted(named.items())) or str(Role.IDLE)

@@ -27,14 +27,6 @@ class GatheredWorkers:
 
     workers: tuple[str, ...]
     leave: tuple[Seated, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Workers of a host that are to be had together."""
-
-    workers: tuple[str, ...]
-    leave: tuple[Seated, ...] = ()
     cost: int = 0  # 0: nobody has to leave
 
 
@@ -54,18 +46,23 @@ def gather(draft: Draft, need: Need, degree: int, cost: Cost) -> GatheredWorkers
     """The workers for an engine of this degree, where residents leave by what they cost; None when
     no host has so many.
     """
-    hosts: dict[str, list[_Unit]] = {}
+    hosts: dict[str, list[GatheredWorkers]] = {}
     for unit in _units(draft, need, degree, cost):
         hosts.setdefault(draft.workers[unit.workers[0]].host, []).append(unit)
-    chosen = [
-        (_price(units), host, units)
-        for host, there in hosts.items()
-        if (units := _cheapest(there, degree))
-    ]
+    chosen = {host: units for host in hosts if (units := _cheapest(hosts[host], degree))}
     if not chosen:
         return None
-    _, _, units = min(chosen, key=lambda one: (one[0], numbered(one[1])))
-    return _taken(units, degree)
+
+    def price(host: str) -> tuple[int, int, tuple[int, str]]:
+        """What it costs, and how many workers lose their gang for it."""
+        units = chosen[host]
+        lose = sum(len(unit.workers) for unit in units if unit.cost)
+        return sum(unit.cost for unit in units), lose, numbered(host)
+
+    units = chosen[min(chosen, key=price)]
+    workers = [worker for unit in units for worker in unit.workers][:degree]
+    leave = tuple(seated for unit in units for seated in unit.leave)
+    return GatheredWorkers(tuple(sorted(workers, key=numbered)), leave)
 
 
 def holds(draft: Draft, need: Need, worker: str, degree: int) -> bool:
@@ -80,14 +77,14 @@ def helps(draft: Draft, need: Need, worker: str) -> bool:
     return room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, whole)
 
 
-def _units(draft: Draft, need: Need, degree: int, cost: Cost) -> Iterable[_Unit]:
+def _units(draft: Draft, need: Need, degree: int, cost: Cost) -> Iterable[GatheredWorkers]:
     """All that is to be had, each gang as one."""
     seen: set[str] = set()
     for worker in sorted(draft.placeable, key=numbered):
         gang = draft.gangs.get(draft.where.get(worker, ""))
         if gang is None or not gang.residents:
             if holds(draft, need, worker, degree):
-                yield _Unit((worker,))
+                yield GatheredWorkers((worker,))
         elif gang.id not in seen:
             seen.add(gang.id)
             leave = tuple(draft.of[r.job][r.id] for r in gang.residents)
@@ -96,10 +93,10 @@ def _units(draft: Draft, need: Need, degree: int, cost: Cost) -> Iterable[_Unit]
             fit = tuple(w for w in workers if holds(draft, need, w, degree))
             one_host = len({draft.workers[w].host for w in fit}) == 1
             if price < NEVER and one_host:
-                yield _Unit(fit, leave, price)
+                yield GatheredWorkers(fit, leave, price)
 
 
-def _cheapest(units: Sequence[_Unit], degree: int) -> list[_Unit]:
+def _cheapest(units: Sequence[GatheredWorkers], degree: int) -> list[GatheredWorkers]:
     """Idle workers first; then the one gang that has enough, or the largest until there are enough;
     empty when there are not.
     """
@@ -120,14 +117,3 @@ def _cheapest(units: Sequence[_Unit], degree: int) -> list[_Unit]:
     for unit in [unit for unit in chosen if not unit.cost][:spare]:  # the gangs have enough already
         chosen.remove(unit)
     return chosen
-
-
-def _price(units: Sequence[_Unit]) -> tuple[int, int]:
-    """What it costs, and how many workers lose their gang for it."""
-    return sum(unit.cost for unit in units), sum(len(unit.workers) for unit in units if unit.cost)
-
-
-def _taken(units: Sequence[_Unit], degree: int) -> GatheredWorkers:
-    workers = [worker for unit in units for worker in unit.workers][:degree]
-    leave = [seated for unit in units for seated in unit.leave]
-    return GatheredWorkers(tuple(sorted(workers, key=numbered)), tuple(leave))

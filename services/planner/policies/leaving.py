@@ -11,7 +11,6 @@ from common.state.pool.placing.decisions import HostGone, Lose, Why
 from services.planner.admission.sharing import PoolDivision
 from services.planner.pool.draft import Draft
 from services.planner.pool.presence import Presence, gone_for
-from services.planner.pool.team import Seated
 
 
 def lose(draft: Draft, presence: Presence) -> None:
@@ -68,7 +67,11 @@ def leave(draft: Draft, job: PlannedJob, presence: Presence, division: PoolDivis
     """
     home = division.homes.get(job.id)
     core = draft.team(job.id).core
-    stays = core is not None and not (job.checkpointed or _late(draft, core, presence))
+    stays = False
+    if core is not None and not job.checkpointed:
+        hosts = {draft.workers[worker].host for worker in core.workers}
+        waited_s = max(gone_for(presence.away, one, draft.snapshot.now_ms) for one in hosts)
+        stays = waited_s <= draft.snapshot.settings.move_s
     for seated in draft.team(job.id).all:
         out = not draft.usable.issuperset(seated.workers)
         displaced = False
@@ -81,10 +84,3 @@ def leave(draft: Draft, job: PlannedJob, presence: Presence, division: PoolDivis
         hosts = {draft.workers[worker].host for worker in seated.workers}
         rule = "drain" if out else "share"
         draft.remove(seated, Why(rule, job.id, {"hosts": sorted(hosts)}))
-
-
-def _late(draft: Draft, seated: Seated, presence: Presence) -> bool:
-    """Whether a host that it is on has been waiting for too long."""
-    hosts = {draft.workers[worker].host for worker in seated.workers}
-    waited_s = max(gone_for(presence.away, host, draft.snapshot.now_ms) for host in hosts)
-    return waited_s > draft.snapshot.settings.move_s

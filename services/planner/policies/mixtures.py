@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from common.hardware.profiles import kind_of
 from common.state.pool.demand.measured import MeasuredWork
@@ -59,47 +58,6 @@ class Mixture:
         off = self.observed[()] / self.alike if self.alike and () in self.observed else 1.0
         return self.predicted * min(off, 1.0) if apart == self.best else 0.0
 
-    def document(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
-        return {
-            "wanted": _told(self.wanted),
-            "best": _told(self.best),
-            "kinds": list(self.kinds),
-            "predicted": self.predicted,
-            "alike": self.alike,
-            "profiled": self.profiled,
-            "sampled": self.sampled,
-            "observed": [[list(key), rate] for key, rate in self.observed.items()],
-            "window": self.window and [self.window[0], *_counted(self.window[1])],
-            "changes": self.changes,
-            "why": self.why,
-            "begun": self.begun,
-            "priced": self.priced,
-        }
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Mixture:
-        """What was made a `document`."""
-        window = document["window"]
-        return cls(
-            Apart.of(document["wanted"]),
-            Apart.of(document["best"]),
-            tuple(document["kinds"]),
-            document["predicted"],
-            document["alike"],
-            document["profiled"],
-            document["sampled"],
-            {tuple(key): rate for key, rate in document["observed"]},
-            window and (window[0], MeasuredWork(**dict(zip(COUNTED, window[1:], strict=True)))),
-            document["changes"],
-            document["why"],
-            document["begun"],
-            document.get("priced", ""),
-        )
-
-
-COUNTED = ("steps", "busy_s", "held_s", "tokens")
-
 
 def divided(
     draft: Draft, job: PlannedJob, known: Mixture | None
@@ -113,7 +71,8 @@ def divided(
     found = _foretold(draft, job, known or Mixture())
     if core is not None:
         found = _measured(job, core, found)
-        found = _chosen(found, core.resident.apart, bool(_running(found, core)))
+        running = found.observed.get(_key(core.resident.apart), 0.0)  # 0: for too short a time
+        found = _chosen(found, core.resident.apart, bool(running))
         found, core = _changed(draft, job, core, replace(found, begun=True))
     elif not found.begun:
         found = _chosen(found, None, True)
@@ -204,11 +163,6 @@ def _measured(job: PlannedJob, core: Seated, found: Mixture) -> Mixture:
     return replace(found, window=(process, work), observed=observed)
 
 
-def _running(found: Mixture, core: Seated) -> float:
-    """What the core was observed to train; 0: it has been for too short a time."""
-    return found.observed.get(_key(core.resident.apart), 0.0)
-
-
 def _chosen(found: Mixture, now: Apart | None, judged: bool) -> Mixture:
     """With the division that is wanted, where the one of now is to be judged."""
     if not judged or found.changes >= MOST or not found.kinds:
@@ -224,7 +178,13 @@ def _changed(
     draft: Draft, job: PlannedJob, core: Seated, found: Mixture
 ) -> tuple[Mixture, Seated | None]:
     """The core leaves, as a checkpoint, when its ranks are to be others."""
-    why = Why(RULE, job.id, _figures(found))
+    figures = {
+        "predicted": round(found.predicted, 1),
+        "alike": round(found.alike, 1),
+        "profiled": found.profiled,
+        "attention": found.wanted.attention if found.wanted is not None else 0,
+    }
+    why = Why(RULE, job.id, figures)
     if core.resident.tier == Tier.ABSENT:
         if core.resident.settled:
             draft.remove(core, why)
@@ -244,22 +204,5 @@ def _changed(
     return replace(found, changes=found.changes + 1, window=None), core
 
 
-def _figures(found: Mixture) -> dict[str, Any]:
-    return {
-        "predicted": round(found.predicted, 1),
-        "alike": round(found.alike, 1),
-        "profiled": found.profiled,
-        "attention": found.wanted.attention if found.wanted is not None else 0,
-    }
-
-
 def _key(apart: Apart | None) -> tuple[int, ...]:
     return tuple(apart.told()) if apart is not None else ()
-
-
-def _told(apart: Apart | None) -> list[int] | None:
-    return apart.told() if apart is not None else None
-
-
-def _counted(work: MeasuredWork) -> list[float]:
-    return [getattr(work, name) for name in COUNTED]

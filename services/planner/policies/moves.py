@@ -110,18 +110,14 @@ def _undo(draft: Draft, under_way: Move, seated: Seated, reason: str) -> None:
     degrees = back.get("degrees", [1])
     if role != Role.ROLLOUT:
         degrees = [1] * len(seated.workers)
-    elif not _may(draft, back["job"], degrees) or sum(degrees) != len(seated.workers):
+    elif (need := draft.needs.get(back["job"])) and not set(degrees) <= set(need.degrees):
+        return
+    elif sum(degrees) != len(seated.workers):
         return  # what there was had other workers, too: the job grows as it would
     for degree in degrees:
         workers = seated.workers[start : start + degree]
         draft.seat(workers, back["job"], role, why, pinned=back["pinned"])
         start += degree
-
-
-def _may(draft: Draft, job: str, degrees: Sequence[int]) -> bool:
-    """Whether a job's engines may be of these degrees."""
-    need = draft.needs.get(job)
-    return need is None or set(degrees) <= set(need.degrees)
 
 
 def _tell(draft: Draft, under_way: Move, undone: str) -> None:

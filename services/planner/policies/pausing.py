@@ -40,19 +40,18 @@ def hold(draft: Draft, job: PlannedJob) -> None:
     why = Why("preempt", job.id, {"priority": job.need.priority})
     for seated in team.all:
         out = any(worker not in draft.usable for worker in seated.workers)
-        anew = (out and job.checkpointed) or _starts(job, seated)
+        # A core on its way up may take hours: it does not fall asleep before it is ready, and
+        # another start of it makes again what this one has made so far.
+        starting = seated.awake and seated.resident.doing == Doing.STARTING
+        starting = starting and (job.checkpointed or not job.steps_done)
+        anew = (out and job.checkpointed) or starting
         if seated is not team.core or not started(job) or anew:
             draft.remove(seated, why)
-        elif seated.awake or seated.resident.doing == Doing.FAILED or _late(draft, seated):
+            continue
+        since_ms = draft.snapshot.now_ms - seated.resident.changed_ms
+        late = not seated.resident.settled and since_ms > 1000 * draft.snapshot.settings.move_s
+        if seated.awake or seated.resident.doing == Doing.FAILED or late:
             _sleep(draft, job, seated, why)
-
-
-def _starts(job: PlannedJob, core: Seated) -> bool:
-    """Whether a core is on its way up, which may take hours: a process that is not ready does not
-    fall asleep, and another start of it makes again what this one has made so far.
-    """
-    starting = core.awake and core.resident.doing == Doing.STARTING
-    return starting and (job.checkpointed or not job.steps_done)
 
 
 def wake(draft: Draft, job: PlannedJob, share: int) -> None:
@@ -81,12 +80,6 @@ def places(draft: Draft, jobs: Iterable[PlannedJob]) -> set[str]:
     return {w for core in cores if core is not None and not core.awake for w in core.workers}
 
 
-def _late(draft: Draft, seated: Seated) -> bool:
-    """Whether it has not done for too long what was wished last."""
-    since_ms = draft.snapshot.now_ms - seated.resident.changed_ms
-    return not seated.resident.settled and since_ms > 1000 * draft.snapshot.settings.move_s
-
-
 def _awaited(draft: Draft, job: PlannedJob, home: str) -> str | None:
     """What the core of a job that is to run waits for; None when it has its place."""
     if draft.team(job.id).core is not None:
@@ -113,18 +106,15 @@ def _sleep(draft: Draft, job: PlannedJob, core: Seated, why: Why) -> None:
     if not core.awake:  # it has failed to get where it was to go
         tiers = tiers[tiers.index(core.resident.tier) + 1 :] if core.resident.tier in tiers else []
     more = sleeps(core.resident, job.need)
+
+    def holds(worker: str, tier: Tier) -> bool:
+        there = [s.resident for s in draft.on[worker].values() if s.resident.tier == tier]
+        asleep = sum(sleeps(r, draft.needs[r.job]) for r in there if r.job in draft.needs)
+        return room(draft.workers[worker].budget, tier, asleep, more)
+
     for tier in tiers:
-        if all(
-            room(draft.workers[worker].budget, tier, _asleep(draft, worker, tier), more)
-            for worker in core.workers
-        ):
+        if all(holds(worker, tier) for worker in core.workers):
             draft.change(core, why, tier=tier, turns=False)
             return
     if job.checkpointed:
         draft.remove(core, why)
-
-
-def _asleep(draft: Draft, worker: str, tier: Tier) -> int:
-    """Bytes that residents of a worker take of that tier."""
-    there = [s.resident for s in draft.on[worker].values() if s.resident.tier == tier]
-    return sum(sleeps(r, draft.needs[r.job]) for r in there if r.job in draft.needs)

@@ -7,7 +7,7 @@ one host; every other role takes one worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import Why
@@ -17,7 +17,6 @@ from services.planner.policies import engines
 from services.planner.policies.cores import place_core
 from services.planner.policies.gathering import helps
 from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated
 
 
 def give_back(draft: Draft, job: PlannedJob, share: int, rule: str, wakes: Set[str]) -> None:
@@ -128,10 +127,11 @@ def _place_scoring(draft: Draft, job: PlannedJob, share: int) -> None:
     why, worker = _why("default", job, share), draft.free()
     if not worker:
         movable = [e for e in team.engines if not e.resident.pinned]
-        spare = _last([h for h in team.helpers if not h.resident.pinned])
-        spare = spare or (_last(movable) if len(team.engines) > 1 else None)
-        if spare is None:
+        spares = [h for h in team.helpers if not h.resident.pinned]
+        spares = spares or (movable if len(team.engines) > 1 else [])
+        if not spares:
             return
+        spare = spares[-1]
         why = _why("repair", job, share)
         draft.remove(spare, why)
         worker = spare.workers[0]
@@ -153,7 +153,3 @@ def _take_turns(draft: Draft, job: PlannedJob, share: int) -> None:
         core = draft.change(core, why, turns=True)
     for worker in core.workers:
         draft.seat([worker], job.id, Role.ROLLOUT, why, turns=True)
-
-
-def _last(seats: Sequence[Seated]) -> Seated | None:
-    return seats[-1] if seats else None

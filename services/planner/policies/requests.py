@@ -32,7 +32,8 @@ def answer(
         if request.kind == "drain":
             _drain(draft, request, takers)
             continue
-        job = _job_of(request, jobs)
+        named = [job for job in jobs if job.id == request.job] if request.job else jobs
+        job = named[0] if len(named) == 1 else None
         why = _refusal(draft, request, job, division, presence, aside)
         if not why and draft.where.get(request.worker) in moved:
             continue  # it is heard when that move is over
@@ -58,13 +59,6 @@ def _drain(draft: Draft, request: PoolRequest, takers: Takers) -> None:
         takers.of(name) for name in hosts.get(request.host, ()) if service(name)[1] in draft.needs
     ):
         draft.decide(Decline(request.op, "", Why("drain", "", {"host": request.host})))
-
-
-def _job_of(request: PoolRequest, jobs: list[PlannedJob]) -> PlannedJob | None:
-    """The job that a request is about: the one that it names, or else the only one."""
-    if request.job:
-        return next((job for job in jobs if job.id == request.job), None)
-    return jobs[0] if len(jobs) == 1 else None
 
 
 def _refusal(
@@ -97,7 +91,8 @@ def _refusal(
         return f"{known}; say which job with --job"
     if job.id not in division.workers:
         return f"{job.id} does not run: {division.refused.get(job.id, 'it has ended')}"
-    if job.need.most and _has(draft, job) >= job.need.most and not _is_on(draft, job, worker.id):
+    on = any(seated.resident.job == job.id for seated in draft.awake_on(worker.id))
+    if job.need.most and draft.team(job.id).workers >= job.need.most and not on:
         return f"{job.id} has its most workers, {job.need.most}; raise pool.workers.most"
     if _becomes_engine(draft, request, job) and engines.around(draft, job, worker.id) is None:
         return (
@@ -147,11 +142,3 @@ def _becomes_engine(draft: Draft, request: PoolRequest, job: PlannedJob) -> bool
     there = [s for s in draft.awake_on(request.worker) if s.resident.job == job.id]
     serves = any(seated.resident.role == Role.ROLLOUT for seated in there)
     return request.role == Role.ROLLOUT and job.need.smallest > 1 and not serves
-
-
-def _has(draft: Draft, job: PlannedJob) -> int:
-    return len({w for s in draft.team(job.id).all if s.awake for w in s.workers})
-
-
-def _is_on(draft: Draft, job: PlannedJob, worker: str) -> bool:
-    return any(s.resident.job == job.id for s in draft.awake_on(worker))

@@ -11,8 +11,7 @@ agent, which finds them when it is back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from common.state.pool.demand.needs import PlannedJob
 from common.state.pool.placing.decisions import Serve, Why
@@ -43,7 +42,11 @@ def serve(
         )
     }
     workers = Counter(worker.host for worker in presence.usable)
-    wanted = [name for job in jobs if _begun(job, division) for name in _names(job)]
+    wanted: list[str] = []
+    for job in jobs:
+        if started(job) or job.id in division.workers:
+            wanted += [shard(job.id, number) for number in range(job.need.shards)]
+            wanted += [sandbox(job.id, number) for number in range(job.need.sandboxes)]
     known = set(wanted)
     there: dict[str, list[str]] = {}
     placed: set[str] = set()
@@ -51,7 +54,10 @@ def serve(
         kept = [n for n in host.services if n in known and n not in placed]
         kept = [name for name in kept if takers.keeps(host, name)]
         if host.name in presence.draining:
-            kept = _kept(draft, presence, takers, host.name, kept)
+            away_s = gone_for(presence.away, host.name, snapshot.now_ms)
+            late = away_s > snapshot.settings.move_s
+            leaves = {name for name in kept if late or name in snapshot.rests}
+            kept = [name for name in kept if name not in leaves or not takers.of(name)]
         if host.name in dead:
             kept = [name for name in kept if not takers.of(name)]
         there[host.name] = kept
@@ -59,42 +65,14 @@ def serve(
     for name in wanted:
         takes = takers.of(name) if name not in placed else ()
         if takes:
-            home = _home(draft, service(name)[1])
-            there[min(takes, key=partial(_room, there, workers, home))].append(name)
+            core = draft.team(service(name)[1]).core
+            home = draft.workers[core.workers[0]].host if core is not None else ""
+            # The least full: services for each of its workers, as a small host has few cores; of
+            # equals the one with the job's core, to which most of its bytes go.
+            room = {
+                host: (len(there[host]) / max(1, workers[host]), host != home) for host in takes
+            }
+            there[min(room, key=room.__getitem__)].append(name)
     for host in snapshot.hosts:
         if tuple(there[host.name]) != host.services:
             draft.decide(Serve(host.name, tuple(there[host.name]), Why("serve")))
-
-
-def _kept(
-    draft: Draft, presence: Presence, takers: Takers, host: str, there: Sequence[str]
-) -> list[str]:
-    """What a host that drains still has under way, or no other host takes."""
-    snapshot = draft.snapshot
-    late = gone_for(presence.away, host, snapshot.now_ms) > snapshot.settings.move_s
-    leaves = {name for name in there if late or name in snapshot.rests}
-    return [name for name in there if name not in leaves or not takers.of(name)]
-
-
-def _home(draft: Draft, job: str) -> str:
-    """The host of a job's first rank; empty while it has no core."""
-    core = draft.team(job).core
-    return draft.workers[core.workers[0]].host if core is not None else ""
-
-
-def _room(
-    there: Mapping[str, Sequence[str]], workers: Mapping[str, int], home: str, host: str
-) -> tuple[float, bool]:
-    """The fuller a host is the greater: services for each of its workers, as a small host has few
-    cores; among equals the one with the job's core, to which most of its bytes go, is the least.
-    """
-    return len(there[host]) / max(1, workers[host]), host != home
-
-
-def _begun(job: PlannedJob, division: PoolDivision) -> bool:
-    return started(job) or job.id in division.workers
-
-
-def _names(job: PlannedJob) -> list[str]:
-    shards = [shard(job.id, number) for number in range(job.need.shards)]
-    return shards + [sandbox(job.id, number) for number in range(job.need.sandboxes)]

@@ -22,11 +22,9 @@ class Agenda:
         self._count += 1
 
     def after(self, seconds: float, act: Act) -> None:
-        """Lets something happen so much later."""
         self.at(self.now_s + seconds, act)
 
     def run(self, until_s: float, over: Callable[[], bool]) -> None:
-        """Goes on until it is over, nothing is due, or this time has come."""
         while self._due and not over():
             when_s, _, act = self._due[0]
             if when_s > until_s:

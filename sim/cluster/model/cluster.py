@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from common.base.errors import ConfigError
+from common.job.constraints import Count, FileTable, Name, Natural, NonNegative
 from common.state.pool.demand.measured import kind_of
 from common.state.pool.placing.decisions import Decision, FailJob, FinishMove, Judge
 from common.state.pool.placing.snapshot import PoolHost
@@ -28,21 +29,30 @@ LOOK_S = 0.5  # between two looks of the planner, as of a mesh
 BALANCE_S = 1.0  # and of the router's balancer
 
 
-@dataclass(frozen=True, slots=True)
-class SimHosts:
-    """Hosts that are alike."""
+@dataclass(frozen=True)
+class SimHosts(FileTable):
+    """`[[hosts]]`: hosts that are alike."""
 
-    count: int
-    accelerators: int
-    kind: str = "cpu:0"  # as their driver calls them
+    count: Natural = 1
+    accelerators: Count = 8
+    kind: Name = "CPU"  # of their accelerators, as common/hardware/accelerators.toml has them
 
 
-@dataclass(frozen=True, slots=True)
-class Switches:
-    """Seconds from a decision until a resident does what was wished."""
+@dataclass(frozen=True)
+class Switches(FileTable):
+    """`[switches]`: seconds from a decision until a resident does what was wished."""
 
-    rollout_s: float = 1.0
-    training_s: float = 1.0
+    rollout_s: NonNegative = 1.0
+    training_s: NonNegative = 1.0
+
+
+@dataclass(frozen=True)
+class SimFailure(FileTable):
+    """`[[failures]]`: a host that is away for a while, with all that it did."""
+
+    host: Natural = 0  # in the order of `[[hosts]]`, from 0
+    at_s: NonNegative = 0.0
+    back_s: NonNegative = 0.0  # so much later it is there again; 0: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +62,6 @@ class SimChange:
     at_s: float
     job: str
     details: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class SimFailure:
-    """A host that is away for a while."""
-
-    host: int
-    at_s: float
-    back_s: float  # so much later it is there again; 0: never
 
 
 class Cluster:
@@ -90,10 +91,9 @@ class Cluster:
         self._alone = [job for job in self.jobs.values() if job.spec.switch_s is not None]
         for job in self.jobs.values():
             for degree in job.spec.engines:
-                self._seat(job.spec.name, degree)
+                self._begin(*self._pool.seat(job.spec.name, degree))
 
     def run(self, until_s: float) -> None:
-        """Runs until all jobs are over, or this time has come."""
         for job in self._alone:
             self._colocate(job)
         self._look()
@@ -117,10 +117,6 @@ class Cluster:
         if decisions:
             self._do(decisions)
         self.agenda.after(LOOK_S, self._look)
-
-    def _seat(self, job: str, degree: int) -> None:
-        """An engine that is there from the beginning."""
-        self._begin(*self._pool.seat(job, degree))
 
     def _colocate(self, job: SimJob) -> None:
         """Engines on all accelerators, and a core on the same ones."""
@@ -155,7 +151,6 @@ class Cluster:
                 self.judged.append(SimChange(now_s, one.job, one.details))
 
     def _begin(self, gang: str, resident: Resident) -> None:
-        """A resident does what was wished when a switch is over."""
         rolls = resident.role == Role.ROLLOUT
         takes_s = self._switches.rollout_s if rolls else self._switches.training_s
         self.agenda.after(takes_s, partial(self._ready, gang, resident))
@@ -170,7 +165,6 @@ class Cluster:
         self.jobs[resident.job].ready(resident, self._kinds[first])
 
     def _fail(self, host: str, back_s: float) -> None:
-        """A host and all that is on it are gone at once."""
         for resident in self._pool.fail(host):
             if job := self._residents.pop(resident, ""):
                 self.jobs[job].failed(resident)

@@ -55,12 +55,10 @@ class SimEngine:
 
     @property
     def running(self) -> int:
-        """Requests that it decodes."""
         return len(self._there)
 
     @property
     def waiting(self) -> int:
-        """Requests that it has no room for."""
         return len(self._waiting)
 
     def submit(self, request: SimRequest) -> None:
@@ -71,7 +69,6 @@ class SimEngine:
         self._plan()
 
     def stand(self, seconds: float) -> None:
-        """Decodes nothing for so long."""
         self._advance()
         self._stands_s = max(self._stands_s, self._agenda.now_s) + seconds
         self._plan()
@@ -102,12 +99,10 @@ class SimEngine:
 
     @property
     def lived_s(self) -> float:
-        """Seconds since it came."""
         return self._agenda.now_s - self._began_s
 
     @property
     def steps(self) -> int:
-        """Decode steps so far."""
         self._advance()
         return round(self._far)
 
@@ -124,11 +119,9 @@ class SimEngine:
         self._at_s = now_s
 
     def _context(self) -> float:
-        """Tokens of context of all that run."""
         return self._held + self._far * len(self._there)
 
     def _fill(self) -> None:
-        """Begins what there is room for."""
         while self._waiting and len(self._there) < self.slots:
             request = self._waiting[0]
             if self._there and self._context() + request.context + request.left > self._room:

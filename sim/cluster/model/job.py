@@ -80,7 +80,6 @@ class SimJob:
     # -- residents ---------------------------------------------------------------------------------
 
     def ready(self, resident: Resident, kind: str) -> None:
-        """A resident does its work from now on."""
         if resident.role == Role.ROLLOUT:
             degree, spec = len(resident.ranks), self.spec
             speed = spec.speed(kind, degree)
@@ -113,7 +112,6 @@ class SimJob:
         self.gone(resident)
 
     def gone(self, resident: str) -> None:
-        """A resident is no more."""
         if shard := self._of.pop(resident, None):
             shard.leave(resident)
             del self._rolls[resident]
@@ -123,12 +121,10 @@ class SimJob:
 
     @property
     def engines(self) -> list[SimEngine]:
-        """All that there are now."""
         return [place.engine for shard in self.shards for place in shard.places.values()]
 
     @property
     def sampled(self) -> float:
-        """Tokens so far."""
         return sum(shard.sampled for shard in self.shards)
 
     def _smallest(self) -> Shard:
@@ -141,7 +137,6 @@ class SimJob:
         return smallest
 
     def _told(self) -> None:
-        """Notes who does what from now on."""
         rolls, trains = sum(self._rolls.values()), sum(self._workers.values())
         self.shares.append((self._agenda.now_s, rolls, trains))
 
@@ -200,7 +195,6 @@ class SimJob:
 
     @property
     def planned(self) -> PlannedJob:
-        """It as the planner sees it."""
         spec, training = self.spec, self.training
         return PlannedJob(
             spec.name,

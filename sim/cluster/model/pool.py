@@ -36,7 +36,6 @@ class SimPool:
     away: set[str] = field(default_factory=set)  # hosts
 
     def snapshot(self, now_s: float, jobs: Iterable[PlannedJob]) -> Snapshot:
-        """What a look finds at this time."""
         where = {worker: gang.id for gang in self.gangs.values() for worker in gang.workers}
         away = self.away
         self.workers = tuple(
@@ -71,12 +70,16 @@ class SimPool:
                 case Dissolve(gang):
                     del self.gangs[gang]
                 case Place(gang, resident, move=move):
-                    self._place(gang, resident)
+                    there = self.gangs[gang]
+                    new = resident.id not in {r.id for r in there.residents}
+                    self._put(replace(there, placed=there.placed + new), resident)
                     begin[resident.id] = gang, resident
                     if move is not None:
                         self.moves[resident.id] = move
                 case Remove(gang, resident_id):
-                    self._remove(gang, resident_id)
+                    there = self.gangs[gang]
+                    kept = tuple(r for r in there.residents if r.id != resident_id)
+                    self.gangs[gang] = replace(there, residents=kept)
                     begin.pop(resident_id, None)
                     self.moves.pop(resident_id, None)
                 case FinishMove(move):
@@ -117,7 +120,6 @@ class SimPool:
         return self._on(host)
 
     def _on(self, host: str) -> list[tuple[str, Resident]]:
-        """Who has a worker of a host."""
         there = {worker.id for worker in self.workers if worker.host == host}
         return [
             (gang.id, resident)
@@ -142,16 +144,6 @@ class SimPool:
         self._put(gang, replace(now, reports=reports))
         return True
 
-    def _place(self, gang_id: str, resident: Resident) -> None:
-        gang = self.gangs[gang_id]
-        new = resident.id not in {r.id for r in gang.residents}
-        self._put(replace(gang, placed=gang.placed + new), resident)
-
     def _put(self, gang: Gang, resident: Resident) -> None:
         there = {r.id: r for r in gang.residents} | {resident.id: resident}
         self.gangs[gang.id] = replace(gang, residents=tuple(there.values()))
-
-    def _remove(self, gang_id: str, resident_id: str) -> None:
-        gang = self.gangs[gang_id]
-        kept = tuple(r for r in gang.residents if r.id != resident_id)
-        self.gangs[gang_id] = replace(gang, residents=kept)

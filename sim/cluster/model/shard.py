@@ -57,7 +57,6 @@ class SimPlace:
 
     @property
     def load(self) -> EngineLoad:
-        """It as the queues see it."""
         engine, load, out = self.engine, self._load, len(self.out)
         now = (load.running, load.held, load.version, load.bucket)
         if now != (out, self.held, engine.version, self.bucket) or not load.name:
@@ -94,7 +93,6 @@ class Shard:
     # -- engines -----------------------------------------------------------------------------------
 
     def join(self, engine: SimEngine) -> None:
-        """An engine takes requests from now on."""
         self.places[engine.name] = SimPlace(engine)
         self._follow()
         self.dispatch()
@@ -114,7 +112,6 @@ class Shard:
 
     @property
     def work(self) -> MeasuredWork:
-        """What it has done so far."""
         return self.worked.work(round(self.sampled))
 
     def _count(self, place: str, more: int) -> None:
@@ -129,27 +126,7 @@ class Shard:
         return min(seats, idle - len(self._queue))
 
     def look(self) -> None:
-        """Lets requests go that are better off elsewhere, and buckets follow lengths."""
         self._follow()
-        self._balance()
-
-    def _follow(self) -> None:
-        """Makes buckets those of the engines that there are."""
-        engines = {name: place.engine for name, place in self.places.items()}
-        if not engines:
-            return
-        rated = {n: Rated(e.degree, round(e.tokens), e.busy_s) for n, e in engines.items()}
-        if self._scheduler.follow(rated):
-            for t in self.under_way:
-                t.bucket = self._decided(t, 0).bucket if t.returns else 0
-            for t in self._queue:
-                t.order = (*self._turn(t), t.order[-1])
-            self._queue.sort(key=lambda one: one.order)
-        degrees = {name: engine.degree for name, engine in engines.items()}
-        for name, bucket in queues.assign(degrees, self._scheduler.buckets).items():
-            self.places[name].bucket = bucket
-
-    def _balance(self) -> None:
         loads = [
             balance.TotalLoad(
                 name,
@@ -170,10 +147,24 @@ class Shard:
                 del source.out[t]
                 self._take(t, target)
 
+    def _follow(self) -> None:
+        engines = {name: place.engine for name, place in self.places.items()}
+        if not engines:
+            return
+        rated = {n: Rated(e.degree, round(e.tokens), e.busy_s) for n, e in engines.items()}
+        if self._scheduler.follow(rated):
+            for t in self.under_way:
+                t.bucket = self._decided(t, 0).bucket if t.returns else 0
+            for t in self._queue:
+                t.order = (*self._turn(t), t.order[-1])
+            self._queue.sort(key=lambda one: one.order)
+        degrees = {name: engine.degree for name, engine in engines.items()}
+        for name, bucket in queues.assign(degrees, self._scheduler.buckets).items():
+            self.places[name].bucket = bucket
+
     # -- trajectories ------------------------------------------------------------------------------
 
     def open(self, group: int, prompt: int, floor: int, script: Script) -> None:
-        """Begins a trajectory."""
         t = SimTrajectory(group, prompt, floor, script, context=script.prompt)
         self.under_way.add(t)
         self._count(IN_FLIGHT, 1)
@@ -195,7 +186,6 @@ class Shard:
         insort(self._queue, t, key=lambda one: one.order)
 
     def dispatch(self) -> None:
-        """Sends those to engines who find room now."""
         while self._queue and any(len(p.out) < p.engine.slots for p in self.places.values()):
             first = self._queue[:LOOK_AHEAD]
             found = queues.next_up([self._request(t) for t in first], self._loads())
@@ -257,7 +247,6 @@ class Shard:
             t.home = ""
 
     def _free(self, t: SimTrajectory) -> None:
-        """Gives back its seat."""
         if t.seat in self.places:
             self.places[t.seat].held -= 1
         t.seat = ""

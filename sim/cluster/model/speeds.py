@@ -48,24 +48,19 @@ class PacedSpeed:
     degree: int
 
     def step_s(self, batch: float, context: float) -> float:
-        """Whatever the context."""
         return self.pace.decode_s * max(1.0, batch / self.pace.plateau) + self.pace.collectives_s
 
     def prefill_s(self, tokens: float, before: float = 0.0) -> float:
-        """Whatever is before."""
         return tokens / self.pace.prefill_tokens_per_s
 
     def capacity(self) -> float:
-        """As many tokens as there are."""
         return math.inf
 
     @property
     def plateau(self) -> int:
-        """As declared."""
         return self.pace.plateau
 
     def curve(self, steps: int) -> Curve:
-        """The pace itself."""
         pace = self.pace
         return Curve(
             self.kind,
@@ -84,7 +79,6 @@ class MeasuredSpeed:
     measured: Curve
 
     def step_s(self, batch: float, context: float) -> float:
-        """By the curve."""
         return max(self.measured.step_s(batch, context), LEAST_S)
 
     def prefill_s(self, tokens: float, before: float = 0.0) -> float:
@@ -103,7 +97,6 @@ class MeasuredSpeed:
         return max(1, round(curve.base_s / curve.sequence_s)) if curve.sequence_s else 0
 
     def curve(self, steps: int) -> Curve:
-        """The same."""
         return replace(self.measured, steps=steps)
 
 
@@ -114,15 +107,12 @@ class ModelSpeed:
     gang: EngineGang
 
     def step_s(self, batch: float, context: float) -> float:
-        """By the cost model."""
         return self.gang.step_s(batch, context)
 
     def prefill_s(self, tokens: float, before: float = 0.0) -> float:
-        """By the cost model."""
         return self.gang.prefill_s(tokens, before)
 
     def capacity(self) -> float:
-        """Room for keys and values beside the weights."""
         return self.gang.capacity()
 
     @property
@@ -131,7 +121,6 @@ class ModelSpeed:
         return max(1, round(self.gang.step_s(1, 0) / self.gang.busy_s))
 
     def curve(self, steps: int) -> Curve:
-        """A line through decode steps."""
         return replace(self._curve, steps=steps)
 
     @cached_property

@@ -1,4 +1,5 @@
-"""A job's training: the staleness gate, the groups of a step, and the steps.
+"""A job's training: the staleness gate, the groups of a step, and the steps, which take what the
+planner's cost model says (`services/planner/costs/training.py`), or the pace that a job declares.
 
 The gate and the choice of groups are those of `common/state/redis/scripts/groups` (`admit`,
 `lease_groups`) and `steps/commit_step`, as a mesh runs them in Redis.
@@ -8,12 +9,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Protocol
 
+from common.hardware.profiles import Accelerator
+from common.hardware.shapes import ModelShape
+from common.job.pace import TrainingPace
 from common.state.pool.demand.measured import MeasuredWork
+from kernels.packing import pack_rounds
+from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
 from sim.cluster.model.agenda import Agenda
+
+MANY = 64  # micro-batches over which the filling of a pipeline is spread
 
 
 class TrainingSpeed(Protocol):
@@ -32,6 +40,63 @@ class TrainingSpeed(Protocol):
         piece that one replica computes.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ModelTraining:
+    """A core of `layout`; a helper computes with a copy of the model on its own workers."""
+
+    shape: ModelShape
+    on: Accelerator
+    layout: TrainingLayout
+
+    def replicas(self, workers: int, core: bool) -> int:
+        return self.layout.data if core else 1
+
+    def update_s(self) -> float:
+        """Exchange of gradients and update: what a step without tokens takes."""
+        return self._empty_s
+
+    def bins_s(self, tokens: Sequence[float]) -> Sequence[float]:
+        """A trajectory each, as one of many in its pipeline, with its part of the filling."""
+        every = [TrainingWork(MANY, MANY * one, MANY * one * one) for one in tokens]
+        taken = [step_s(self.shape, self.on, self._replica, work) for work in every]
+        return [(one_s - self._idle_s) / MANY for one_s in taken]
+
+    @cached_property
+    def _empty_s(self) -> float:
+        return step_s(self.shape, self.on, self.layout, TrainingWork(self.layout.data, 0.0, 0.0))
+
+    @cached_property
+    def _replica(self) -> TrainingLayout:
+        return replace(self.layout, data=1, sharded=False)
+
+    @cached_property
+    def _idle_s(self) -> float:
+        return step_s(self.shape, self.on, self._replica, TrainingWork(1, 0.0, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class PacedTraining:
+    """Of trainers that imitate a pace: a worker computes whole bins, one after the other."""
+
+    pace: TrainingPace
+    bin_tokens: int
+
+    def replicas(self, workers: int, core: bool) -> int:
+        return workers
+
+    def update_s(self) -> float:
+        return self.pace.update_s
+
+    def bins_s(self, tokens: Sequence[float]) -> Sequence[float]:
+        return [one / self.pace.tokens_per_s for one in packed(tokens, self.bin_tokens)]
+
+
+def packed(tokens: Sequence[float], most: int) -> list[float]:
+    """Tokens of each bin, as trainers pack them."""
+    places = sorted(map(round, tokens), reverse=True)
+    return [float(sum(places[i] for i in bin)) for (bin,) in pack_rounds(places, most)]
 
 
 @dataclass(slots=True)
@@ -89,7 +154,6 @@ class SimTraining:
 
     @property
     def over(self) -> bool:
-        """Whether all steps are made."""
         return self.version >= self._steps
 
     @property
@@ -165,7 +229,6 @@ class SimTraining:
             self._agenda.at(ends_s, partial(self._commit, self._step))
 
     def _compute(self, group: SimGroup, from_s: float) -> None:
-        """Its gradients, by whoever is free first."""
         for piece_s in self._trains.bins_s(group.tokens):
             first = min(self._free_s, key=lambda one: self._free_s[one])
             self._free_s[first] = max(from_s, self._free_s[first]) + piece_s
@@ -175,7 +238,6 @@ class SimTraining:
 
     @property
     def work(self) -> MeasuredWork:
-        """All so far; seconds of steps that are complete."""
         return self._done
 
     def _chosen(self) -> list[SimGroup]:

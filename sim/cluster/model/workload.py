@@ -58,7 +58,6 @@ class LogNormal:
     longest: float = math.inf  # tokens of a trajectory; it is cut there
 
     def script(self, group: int, member: int, share: float) -> Script:
-        """Lengths by the share of the run; tools, too."""
         random = Random(self.seed).child(f"{group}/{member}")
         left, turns = self.longest, []
         for _ in range(self.turns):
@@ -102,7 +101,6 @@ class Chain:
         return list(accumulate(one.weight for one in self.answers))
 
     def script(self, group: int, member: int, share: float) -> Script:
-        """Lengths by the share of the run."""
         random = Random(self.seed).child(f"{group}/{member}")
         left, scale, last = self.longest, 1.0, False
         turns: list[SimTurn] = []
@@ -128,5 +126,4 @@ class Trace:
     size: int  # of a group
 
     def script(self, group: int, member: int, share: float) -> Script:
-        """As it was, whatever the share."""
         return self.scripts[(group * self.size + member) % len(self.scripts)]

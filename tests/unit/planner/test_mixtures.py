@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.base.encoding.plain import plain, restored
 from common.hardware.shapes import ModelShape
 from common.hardware.zebra.kinds import declared_profile
 from common.state.pool.demand.measured import LEVELS, Lengths, Measured, MeasuredWork
@@ -265,8 +266,8 @@ def test_it_is_remembered_whole() -> None:
         "",
         True,
     )
-    assert Mixture.of(full.document()) == full
-    assert Mixture.of(Mixture().document()) == Mixture()
+    assert restored(Mixture, plain(full)) == full
+    assert restored(Mixture, plain(Mixture())) == Mixture()
 
 
 def test_longer_sequences_have_more_ranks_with_attention() -> None:
@@ -314,7 +315,7 @@ def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
     after = looks.memory.mixtures["job"]
     assert not before.sampled and after.sampled
     assert after.predicted < before.predicted, "attention of long sequences takes longer"
-    assert Mixture.of(after.document()) == after
+    assert restored(Mixture, plain(after)) == after
     looks.job("job", measured=Measured())
     looks.look()
     assert looks.memory.mixtures["job"] == after, "what is known stays known"

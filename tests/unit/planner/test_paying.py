@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.base.encoding.plain import plain, restored
 from common.job.config import PlannerConfig
 from common.state.pool.demand.measured import Curve, Measured, MeasuredWork
 from common.state.pool.placing.decisions import Decision, Judge
@@ -118,7 +119,7 @@ def test_an_account_goes_on_when_a_process_starts_again() -> None:
     assert (account.total.groups, account.total.tokens) == (7.0, 9.0)
     back = account.credited(Measured({"shard a": MeasuredWork(groups=6.0)}))
     assert back.total.groups == 8.0, "who was away for a moment is not counted twice"
-    assert Account.of(json.loads(json.dumps(back.document()))) == back
+    assert restored(Account, json.loads(json.dumps(plain(back)))) == back
 
 
 def test_what_is_remembered_of_a_trial_survives_its_record() -> None:

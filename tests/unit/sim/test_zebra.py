@@ -12,8 +12,8 @@ from common.hardware.zebra.costs import Costs
 from common.hardware.zebra.schedule import attention_order
 from common.hardware.zebra.timeline import makespan
 from sim.zebra.figures import NEAR, K, PaperFigure, causes, runs
-from sim.zebra.hosted import plain, with_and_without
 from sim.zebra.orders import all_orders, best_of_all, best_of_swaps
+from sim.zebra.runs import plain, with_and_without
 from sim.zebra.setups import MODELS, ON_PREM, SETUPS, PaperModel, grid, profile
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.base.encoding.plain import plain, restored
 from services.planner.costs.correction import FORGETTING, KEYS, Correction, CorrectionKey
 
 KEY = CorrectionKey("qwen3-14b", "A800", "rollout")
@@ -72,7 +73,7 @@ def test_it_goes_through_json_and_stays_within_what_was_seen(
     observed: list[tuple[float, float]],
 ) -> None:
     found = seen(observed).seen(OTHER, 1.0, 2.0)
-    assert Correction.of(json.loads(json.dumps(found.document()))) == found
+    assert restored(Correction, json.loads(json.dumps(plain(found)))) == found
     ratios = [min(max(took / told, 0.01), 100.0) for told, took in observed]
     if ratios:
         value = found.factor(KEY).value

@@ -20,7 +20,7 @@ from common.hardware.zebra.asymmetry import (
 from common.hardware.zebra.costs import Costs
 from common.hardware.zebra.timeline import makespan
 
-MARGIN = 0.15  # of the best step, at most; most are it
+MARGIN = 0.1  # of the best step, at most; most are it
 RANKS = (
     RankCounts(1, 1),
     RankCounts(2, 2),

@@ -1,4 +1,4 @@
-"""The shape that is chosen is the fastest of all that fit."""
+"""A division of a core keeps to memory, and takes what its profile says."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.base.errors import ConfigError
 from common.hardware.zebra.asymmetry import RankCounts
 from common.hardware.zebra.batches import spread
-from common.hardware.zebra.prices import costs_of
 from common.hardware.zebra.profile import CostCurve, Profile
-from common.hardware.zebra.shapes import MICROS, CoreShape, choose, shape_of
+from common.hardware.zebra.shapes import MICROS, CoreShape, costs_of, shape_of
+from common.hardware.zebra.together import expert_parallel_s
 from tests.unit.common.hardware.zebra.test_profile import LINE, PROFILE
 
 ATTENDS = CostCurve((1024, 4096), (0.002, 0.02))
@@ -33,52 +33,12 @@ def every_shape(profile: Profile, lengths: dict[int, int], fast: int, slow: int)
     return [shape for shape in found if shape is not None]
 
 
-@settings(max_examples=15)
-@given(
-    fast=st.integers(1, 4),
-    slow=st.integers(1, 4),
-    lengths=st.dictionaries(st.sampled_from((512, 2048, 8192)), st.integers(1, 9), min_size=1),
-    experts_s=st.floats(1e-7, 1e-5),
-    memory=st.floats(1.5e9, 1e10),
-)
-def test_it_is_the_fastest_of_all(
-    fast: int, slow: int, lengths: dict[int, int], experts_s: float, memory: float
-) -> None:
-    kind = replace(PROFILE.slow, experts=CostCurve((1,), (experts_s,)), memory_bytes=memory)
-    profile = replace(PROFILE, slow=kind)
-    all_of_them = every_shape(profile, lengths, fast, slow)
-    found = choose(profile, lengths, fast, slow)
-    if found.best is None:
-        assert not all_of_them
-        return
-    least = min(shape.step_s for shape in all_of_them)
-    assert found.best.step_s == pytest.approx(least)
-    assert found.best in all_of_them
-    assert found == choose(profile, lengths, fast, slow)
-    assert found.considered >= len(all_of_them)
-
-
-def test_of_equals_it_takes_fewer_accelerators_and_micro_batches() -> None:
-    free = CostCurve((1,), (0.0,))
-    nothing = replace(
-        PROFILE,
-        fast=replace(PROFILE.fast, experts=free, attention=free, head=free),
-        slow=replace(PROFILE.slow, experts=free),
-        link_bytes_per_s=1e30,
-        link_latency_s=1e-3,  # all that a step takes
-    )
-    best = choose(nothing, {1024: 8}, 3, 3).best
-    assert best is not None and best.step_s == pytest.approx(4 * PROFILE.layers * 1e-3)
-    assert (best.groups, best.ranks, best.micros, best.hosting.held) == (1, RankCounts(1, 1), 1, 0)
-
-
 def test_longer_sequences_want_more_of_the_fast_kind() -> None:
     attends = CostCurve((1024, 4096, 16384), (0.0005, 0.004, 0.05))
     profile = replace(PROFILE, fast=replace(PROFILE.fast, attention=attends))
     shares = []
     for length in (1024, 16384):
-        best = choose(profile, {length: 24}, 8, 8).best
-        assert best is not None
+        best = min(every_shape(profile, {length: 24}, 4, 4), key=lambda shape: shape.step_s)
         shares.append(best.attention / best.experts)
     assert shares[0] <= shares[1]
 
@@ -98,18 +58,13 @@ def test_memory_sends_experts_to_attention_ranks_or_leaves_nothing() -> None:
         fast=replace(PROFILE.fast, memory_bytes=1.05e9),
         slow=replace(PROFILE.slow, memory_bytes=1.2e9),
     )
-    assert choose(nearly, {1024: 8}, 2, 2).best is None
+    assert not every_shape(nearly, {1024: 8}, 2, 2)
 
 
-def test_what_could_be_done_instead_is_told() -> None:
-    found = choose(BOTH, {2048: 32}, 4, 4)
-    assert found.best is not None and found.together and found.fast_only
-    better = max(found.together, found.fast_only)
-    assert found.gain == pytest.approx(found.best.tokens_per_s / better)
-    unknown = choose(PROFILE, {2048: 32}, 4, 4)
-    assert unknown.together is None and unknown.fast_only == found.fast_only
-    without = choose(BOTH, {2048: 32}, 4, 0)
-    assert without.best is None and without.gain is None and without.fast_only
+def test_a_kind_whose_attention_nobody_measured_takes_no_part_in_expert_parallelism() -> None:
+    kinds = [BOTH.fast, BOTH.slow]
+    assert expert_parallel_s(BOTH, {2048: 32}, kinds, 8, 4, 2)
+    assert expert_parallel_s(PROFILE, {2048: 32}, [PROFILE.fast, PROFILE.slow], 8, 4, 2) is None
 
 
 def test_a_step_is_its_timeline_and_the_sum_of_gradients() -> None:
@@ -152,4 +107,4 @@ def test_every_sequence_is_in_one_micro_batch(lengths: dict[int, int], micros: i
 def test_a_step_without_sequences_is_refused() -> None:
     for lengths in ({}, {0: 3}, {1024: -1}, {1024: 0}):
         with pytest.raises(ConfigError):
-            choose(PROFILE, lengths, 2, 2)
+            shape_of(PROFILE, lengths, 1, RankCounts(2, 2), 2)

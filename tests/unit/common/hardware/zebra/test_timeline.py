@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 
 from common.base.errors import ConfigError
 from common.hardware.zebra.costs import CHECKPOINTED, Costs
-from common.hardware.zebra.operations import RankStream, planned_as
+from common.hardware.zebra.operations import Operation, RankStream, plan_s, planned_as
 from common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
-from common.hardware.zebra.timeline import TaskSpan, makespan, plan_s, serial_s, timeline
+from common.hardware.zebra.timeline import makespan, serial_s, timeline
 
 seconds = st.floats(0, 2)
 E, H = TaskKind.EXPERTS, TaskKind.HOSTED
@@ -36,13 +37,21 @@ def steps(draw: st.DrawFn) -> tuple[int, int, Costs]:
     return layers, micros, costs
 
 
-def needed(span: TaskSpan, layers: int, hosts: tuple[bool, ...]) -> list[tuple[RankStream, Task]]:
+def planned(layers: int, micros: int, costs: Costs) -> list[Operation]:
+    """The plan of the schedule's own order."""
+    attention = attention_order(layers, micros, costs.hosts)
+    return planned_as(layers, attention, expert_order(layers, micros))
+
+
+def needed(
+    stream: RankStream, task: Task, layers: int, hosts: tuple[bool, ...]
+) -> list[tuple[RankStream, Task]]:
     """What a task needs, as the source words it."""
-    back, layer, micro, work = span.task
-    if span.stream is RankStream.DISPATCH:
+    back, layer, micro, work = task
+    if stream is RankStream.DISPATCH:
         return [(RankStream.ATTENTION, Task(back, layer + 1 if back else layer, micro))]
-    if span.stream is RankStream.COMBINE:
-        both = [(RankStream.EXPERTS, span.task)]
+    if stream is RankStream.COMBINE:
+        both = [(RankStream.EXPERTS, task)]
         return both + (
             [(RankStream.ATTENTION, Task(back, layer, micro, H))] if hosts[layer] else []
         )
@@ -57,22 +66,20 @@ def needed(span: TaskSpan, layers: int, hosts: tuple[bool, ...]) -> list[tuple[R
 @given(steps())
 def test_a_task_starts_as_soon_as_it_may(step: tuple[int, int, Costs]) -> None:
     layers, micros, costs = step
-    found = timeline(layers, micros, costs)
-    ends = {(span.stream, span.task): span.end for span in found.spans}
-    free = dict.fromkeys(RankStream, 0.0)
-    for span in found.spans:
-        ready = [ends[one] for one in needed(span, layers, costs.hosts)]
-        assert span.start == pytest.approx(max([free[span.stream], *ready]), abs=1e-9)
-        free[span.stream] = span.end
-    assert found.makespan == pytest.approx(max(ends.values()))
-    assert found.makespan == pytest.approx(makespan(layers, micros, costs))
+    plan = planned(layers, micros, costs)
+    for stream, task, _, *numbers in plan:
+        found = {(plan[n - 1].stream, plan[n - 1].task) for n in numbers if n}
+        assert found == set(needed(stream, task, layers, costs.hosts))
+    assert makespan(layers, micros, costs) == pytest.approx(plan_s(layers, plan, costs))
+    assert timeline(layers, micros, costs).makespan == makespan(layers, micros, costs)
 
 
 @given(steps())
 def test_streams_run_in_the_order_of_the_schedule(step: tuple[int, int, Costs]) -> None:
     layers, micros, costs = step
-    spans = timeline(layers, micros, costs).spans
-    run = {one: [span.task for span in spans if span.stream is one] for one in RankStream}
+    run: dict[RankStream, list[Task]] = {stream: [] for stream in RankStream}
+    for operation in planned(layers, micros, costs):
+        run[operation.stream].append(operation.task)
     assert run[RankStream.ATTENTION] == attention_order(layers, micros, costs.hosts)
     assert run[RankStream.EXPERTS] == run[RankStream.COMBINE] == expert_order(layers, micros)
     assert run[RankStream.DISPATCH] == expert_order(layers, micros)
@@ -111,24 +118,14 @@ def test_backward_costs_more_unless_it_was_measured() -> None:
     costs = Costs(1.0, 2.0, head=3.0, hosted=(1.0,), kept=(0.5,), backward=CHECKPOINTED)
     assert costs.of(Task(True, 0, 0)) == 3.0 and costs.head_of(True) == 9.0
     assert costs.of(Task(True, 0, 0, E)) == 3.0 and costs.of(Task(True, 0, 0, H)) == 3.0
-    measured = Costs(
-        1.0,
-        2.0,
-        hosted=(1.0,),
-        kept=(0.5,),
-        attention_backward=1.5,
-        experts_backward=5.0,
-        head_backward=7.0,
-    )
-    assert measured.of(Task(True, 0, 0)) == 1.5 and measured.head_of(True) == 7.0
-    assert measured.of(Task(True, 0, 0, E)) == 2.5 and measured.of(Task(True, 0, 0, H)) == 2.5
+    assert replace(costs, head_backward=7.0).head_of(True) == 7.0
 
 
 def test_tasks_that_wait_for_each_other_are_refused() -> None:
     experts = expert_order(1, 2)
     with pytest.raises(ConfigError, match="never starts"):
         planned_as(1, attention_order(1, 2), experts[::-1])
-    assert plan_s(planned_as(1, attention_order(1, 2), experts), Costs(1, 1)) > 0
+    assert plan_s(1, planned_as(1, attention_order(1, 2), experts), Costs(1, 1)) > 0
 
 
 @pytest.mark.parametrize(
