@@ -162,17 +162,14 @@ class Disk:
             kept = self._kept / str(child)
             if os.path.lexists(kept):
                 os.link(kept, at / name, follow_symlinks=False)
-                self._tear(at / name, self._durable.lengths.get(child, 0), random)
+                status, durable = (at / name).lstat(), self._durable.lengths.get(child, 0)
+                if stat.S_ISREG(status.st_mode) and status.st_size > durable:
+                    drawn = random.child(f"{durable} of {status.st_size}")
+                    os.truncate(at / name, drawn.randint(durable, status.st_size))
+                    os.utime(at / name, ns=(status.st_atime_ns, status.st_mtime_ns))
             else:
                 (at / name).mkdir()
                 self._rebuild(child, at / name, random)
-
-    def _tear(self, path: Path, durable: int, random: Random) -> None:
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_size > durable:
-            drawn = random.child(f"{durable} of {status.st_size}")  # names have pids in them
-            os.truncate(path, drawn.randint(durable, status.st_size))
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def close(self) -> None:
         """Removes what the disk keeps for itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,17 +19,19 @@ from common.mesh.process.handle import UNKNOWN_EXIT, Usage
 from common.mesh.process.host import replace_file
 from common.mesh.process.starting import PLAIN, Spawning
 from sim.disk import Disk
-from sim.host import PLENTY
 from sim.loop import OWNER, VirtualClock, VirtualLoop
 from sim.process import Exited, Program, VirtualProcess
 from sim.record import EventRecord
 
 T = TypeVar("T")
+PLENTY = Room(memory=1 << 40, disk=1 << 40)
 GRACELESS = {"services.environment"}  # programs that a SIGTERM ends at once
 
 
-def takes(seconds: float) -> Callable[[T], T]:
-    """Declares the virtual time of a function that is run off the loop."""
+def takes(seconds: float | str) -> Callable[[T], T]:
+    """Declares the virtual time of a function that is run off the loop; a name: that its object
+    has it.
+    """
 
     def mark(function: T) -> T:
         function.takes_s = seconds  # type: ignore[attr-defined]
@@ -81,7 +83,6 @@ class Machine:
         return process
 
     def died(self, process: VirtualProcess, error: Exception) -> None:
-        """An error that reached the end of a process."""
         told = "".join(traceback.format_exception(error))
         self.record.note(f"{process.label} fails: {told}")
         if not isinstance(error, MeshError):  # those are typed, and a restart is their cure
@@ -95,7 +96,12 @@ class Machine:
         files = self._files.get(process.pid)
         if files is None:
             files = self._files[process.pid] = []
-            process.at_end.append(lambda: _close(files))
+
+            def close() -> None:
+                for file in files:
+                    file.close()
+
+            process.at_end.append(close)
         return files
 
 
@@ -217,7 +223,9 @@ class ProcessHost:
         """
         self._alive()
         wait_s = self._random.expovariate(1 / self._machine.disk.slow_s)
-        declared_s: float | None = getattr(fn, "takes_s", None)
+        declared_s: Any = getattr(fn, "takes_s", None)
+        if isinstance(declared_s, str):
+            declared_s = getattr(fn.__self__, declared_s)  # type: ignore[attr-defined]
         if declared_s is None:
             try:
                 with self._machine.disk.writing():
@@ -227,11 +235,11 @@ class ProcessHost:
                     await self._machine.clock.sleep(wait_s)
             if not inspect.isawaitable(found):
                 return found
-            rest: Coroutine[Any, Any, Any] = _awaited(found)
+            rest: Awaitable[Any] = found
         else:
             rest = self._work(fn, args, wait_s + declared_s * self._random.uniform(0.7, 1.3))
-        work = asyncio.get_running_loop().create_task(rest)
-        work.add_done_callback(_looked_at)
+        work = asyncio.ensure_future(rest)
+        work.add_done_callback(lambda task: task.cancelled() or task.exception())
         async with self._machine.clock.timeout(deadline_s, getattr(fn, "__qualname__", "work")):
             return await asyncio.shield(work)
 
@@ -282,22 +290,7 @@ class ProcessHost:
         return {}
 
 
-async def _awaited(found: Awaitable[T]) -> T:
-    return await found
-
-
-def _close(files: list[AppendFile]) -> None:
-    for file in files:
-        file.close()
-
-
-def _looked_at(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()
-
-
 def owner() -> VirtualProcess:
-    """The process that runs now."""
     found = OWNER.get()
     assert isinstance(found, VirtualProcess)
     return found

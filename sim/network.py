@@ -59,12 +59,10 @@ class MemoryNetwork:
         self._cut.discard(frozenset((a, b)))
 
     def mend(self) -> None:
-        """Ends all partitions."""
         self._cut.clear()
 
     @property
     def addresses(self) -> list[str]:
-        """Whoever listens now."""
         return list(self._ends)
 
     def pause(self, address: str) -> None:

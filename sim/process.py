@@ -109,7 +109,6 @@ class VirtualProcess:
         self.end(code)
 
     def end(self, code: int) -> None:
-        """The process is no more, at once."""
         if self.ended:
             return
         self.code, self.running = code, False
@@ -139,7 +138,6 @@ class VirtualProcess:
             self.end(-signal.SIGTERM)
 
     def stop(self) -> None:
-        """SIGSTOP."""
         if self.running:
             self.running = False
             self.machine.record.say(f"stop {self.label}")
@@ -147,7 +145,6 @@ class VirtualProcess:
                 told(True)
 
     def resume(self) -> None:
-        """SIGCONT."""
         if self.stopped:
             self.running = True
             self.machine.record.say(f"resume {self.label}")

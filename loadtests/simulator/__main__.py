@@ -30,8 +30,8 @@ from loadtests.paced.running import honest
 from loadtests.paced.running import run as run_real
 from loadtests.regret.drawn import drawn
 from loadtests.regret.real import JOBS, MOST
+from loadtests.simulator.paced import spec_of
 from sim.cluster.model.cluster import Cluster, SimHosts
-from sim.cluster.paced import spec_of
 from sim.drift import Drift
 from sim.mesh.job.workload import LONGEST, PacedWorkload
 from sim.mesh.paced import run

@@ -17,27 +17,20 @@ import gc
 import json
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 from common.base.errors import ConfigError, MeshError, NotFound
 from sim.cluster.drawing import draw
-from sim.cluster.figures import Figures, compared, flat, table
+from sim.cluster.figures import compared, flat, table
 from sim.cluster.model.cluster import Cluster
-from sim.cluster.model.job import SimJob
 from sim.cluster.running import run
-from sim.cluster.sources.recorded import RecordedRun, recorded, written
+from sim.cluster.sources.recorded import recorded, written
 from sim.cluster.sources.scenario import Scenario, read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
-
-
-def _unfinished(arm: str, cluster: Cluster, job: SimJob) -> None:
-    made, steps, job_name = job.training.version, job.spec.steps, job.spec.name
-    why = cluster.held(job_name) or f"until_s is {cluster.agenda.now_s:.0f}"
-    print(f"{arm}: {job_name} made {made} of {steps} steps: {why}", file=sys.stderr)
 
 
 def _medians(
@@ -61,16 +54,7 @@ def _medians(
     return found
 
 
-def _held(run: RecordedRun, arms: Mapping[str, Mapping[str, Figures]]) -> dict[str, float]:
-    """How far the first arm is off the run that it was made of."""
-    (figures,) = next(iter(arms.values())).values()
-    error = figures.step_s / run.step_s - 1
-    print(f"the run itself: {run.step_s:.4g} s/step; the simulation of it is off by {error:+.1%}")
-    return {"run_step_s": round(run.step_s, 4), "run_error": round(error, 4)}
-
-
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command with these words, or with those of the process; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="meshrl simulate",
         description=__doc__,
@@ -120,7 +104,10 @@ def _simulated(a: argparse.Namespace, folder: Path) -> int:
                 print(f"{name}: {one.chosen}")
             for job in one.cluster.jobs.values():
                 if not job.training.over:
-                    _unfinished(name, one.cluster, job)
+                    spec, until_s = job.spec, one.cluster.agenda.now_s
+                    why = one.cluster.held(spec.name) or f"until_s is {until_s:.0f}"
+                    made = f"{spec.name} made {job.training.version} of {spec.steps} steps"
+                    print(f"{name}: {made}: {why}", file=sys.stderr)
         scenario = next(iter(next(iter(arms.values())).tries.values()))
         for source in scenario.sources:
             print(f"- {source}")
@@ -135,7 +122,13 @@ def _simulated(a: argparse.Namespace, folder: Path) -> int:
         return 2
     for name, values in ratios_of.items():
         print(f"{name}: {values}")
-    held = _held(measured, figures) if measured is not None else {}
+    held: dict[str, float] = {}
+    if measured is not None:
+        (first,) = next(iter(figures.values())).values()
+        off = first.step_s / measured.step_s - 1
+        about = f"the run itself: {measured.step_s:.4g} s/step"
+        print(f"{about}; the simulation of it is off by {off:+.1%}")
+        held = {"run_step_s": round(measured.step_s, 4), "run_error": round(off, 4)}
     ratios = {name: one.about.ratio for name, one in ran.items()}
     cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}
     medians: dict[str, float | list[float]] = {}

@@ -37,17 +37,15 @@ def figures(arms: Mapping[str, Cluster]) -> list[tuple[Figure, str]]:
     found: list[tuple[Figure, str]] = []
     for job in dict.fromkeys(name for cluster in arms.values() for name in cluster.jobs):
         there = {arm: cluster.jobs[job] for arm, cluster in arms.items() if job in cluster.jobs}
-        steps = [Series(arm, _steps(one)) for arm, one in there.items()]
+        steps = []
+        for arm, one in there.items():
+            ends = pairwise([one.began_s or 0.0, *one.training.ended_s])
+            steps.append(Series(arm, [(float(n), b - a) for n, (a, b) in enumerate(ends, 1)]))
         found.append((Figure(f"{job}: seconds of a step", steps), "step"))
         for arm, one in there.items():
             shares = Figure(f"{job}, {arm}: workers", _shares(one, arms[arm].agenda.now_s))
             found.append((shares, "seconds"))
     return found
-
-
-def _steps(job: SimJob) -> list[tuple[float, float]]:
-    ends = [job.began_s or 0.0, *job.training.ended_s]
-    return [(float(step), b - a) for step, (a, b) in enumerate(pairwise(ends), 1)]
 
 
 def _shares(job: SimJob, end_s: float) -> list[Series]:

@@ -28,7 +28,6 @@ class Figures:
 
 
 def figures_of(cluster: Cluster, job: SimJob) -> Figures:
-    """Those of a job."""
     training, ended = job.training, job.training.ended_s
     began_s = job.began_s or 0.0
     rl_s = ended[-1] - began_s if ended else cluster.agenda.now_s - began_s

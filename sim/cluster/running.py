@@ -15,7 +15,6 @@ from common.base.errors import ConfigError
 from sim.cluster.building import cluster_of
 from sim.cluster.figures import Figures, figures_of
 from sim.cluster.model.cluster import Cluster
-from sim.cluster.model.job import SimJob
 from sim.cluster.sources.scenario import Arm, ArmTable
 
 
@@ -60,16 +59,11 @@ def run(arm: Arm, base: Path, known: dict[str, Cluster]) -> RanArm:
 
 def _pace(cluster: Cluster) -> float:
     """Seconds of a step, of all jobs together."""
-    return sum(_step_s(cluster, job) for job in cluster.jobs.values())
-
-
-def _step_s(cluster: Cluster, job: SimJob) -> float:
-    figures = figures_of(cluster, job)
-    return figures.step_s if figures.steps else cluster.agenda.now_s
+    every = [figures_of(cluster, job) for job in cluster.jobs.values()]
+    return sum(one.step_s if one.steps else cluster.agenda.now_s for one in every)
 
 
 def _ends(arm: str, cluster: Cluster) -> list[float]:
-    """When its job began, and each of its steps ended."""
     if len(cluster.jobs) != 1:
         raise ConfigError(f"arm {arm} has stretches, and several jobs", fix="Give it one job")
     (job,) = cluster.jobs.values()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +16,7 @@ from common.state.pool.store.explained import PLANNED
 from meshrl.view.recording.recorded import EVENTS, event_of
 from sim.loop import VirtualLoop
 from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.running import MEMORY, keeping_path, run_in
+from sim.mesh.running import run_story
 from sim.mesh.world.world import Size, World
 from sim.record import EventRecord
 
@@ -42,28 +39,25 @@ class PacedRun:
 
 def run(workload: PacedWorkload, seed: int = 0, log: Path | None = None) -> PacedRun:
     """A workload from an empty directory to its last step; the same seed gives the same run."""
-    began = time.process_time()
-    root = Path(tempfile.mkdtemp(prefix="mesh-", dir=MEMORY if MEMORY.is_dir() else None))
-    loop = VirtualLoop()
+    found, loop = PacedRun(), VirtualLoop()
     loop.limit = LONGEST_S
-    record = EventRecord(lambda: loop.now, root, log)
-    try:
-        with keeping_path():
-            found = run_in(loop, record, _story(loop, record, root, workload, seed))
-    finally:
-        for place in root.parent.glob(f"{root.name}*"):
-            shutil.rmtree(place, ignore_errors=True)
-    found.cpu_s = time.process_time() - began
+    found.cpu_s = run_story(
+        loop, lambda record, root: _story(loop, record, root, workload, seed, found), log
+    )
     return found
 
 
 async def _story(
-    loop: VirtualLoop, record: EventRecord, root: Path, workload: PacedWorkload, seed: int
-) -> PacedRun:
+    loop: VirtualLoop,
+    record: EventRecord,
+    root: Path,
+    workload: PacedWorkload,
+    seed: int,
+    found: PacedRun,
+) -> None:
     size = Size(workers=workload.workers, steps=workload.steps, workload=workload)
     world = World(loop, Random(seed), root, record, size)
     await world.start()
-    found = PacedRun()
     try:
         while not world.over:
             await world.clock.sleep(LOOK_S)
@@ -77,7 +71,6 @@ async def _story(
     _take(found, [event_of(row) for row in lines.read(root / EVENTS).rows])
     if len(found.steps_s) != workload.steps - 1:
         found.failures.append(f"{len(found.steps_s) + 1} steps of {workload.steps} are recorded")
-    return found
 
 
 def rl_s(events: Sequence[Event]) -> float:
@@ -86,12 +79,10 @@ def rl_s(events: Sequence[Event]) -> float:
 
 
 def began_ms(events: Sequence[Event]) -> int:
-    """When a run's phase of training began."""
     return next(e.ms for e in events if e.kind == "phase" and e.fields["phase"] == "training")
 
 
 def _take(found: PacedRun, events: list[Event]) -> None:
-    """What a run's events say of it."""
     began_s, commits = 0.0, [event.ms / 1e3 for event in events if event.kind == "step"]
     if commits:
         began_s, found.rl_s = began_ms(events) / 1e3, rl_s(events)

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Coroutine, Iterator, MutableMapping
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable, Coroutine, MutableMapping
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from common.base.random import Random
 from sim.loop import VirtualLoop
 from sim.mesh.faults import invariants
 from sim.mesh.faults.faults import FaultSchedule, kinds_of
-from sim.mesh.faults.witness import Facts, Witness
+from sim.mesh.faults.witness import Witness
 from sim.mesh.job.job import config_of
 from sim.mesh.world.world import Size, World
 from sim.process import Exited
@@ -89,30 +89,31 @@ class MeshOutcome:
 
 
 def play(plan: MeshPlan, log: Path | None = None) -> MeshOutcome:
-    """The outcome of a plan; its files are gone afterwards."""
-    began = time.process_time()
-    root = Path(tempfile.mkdtemp(prefix="mesh-", dir=MEMORY if MEMORY.is_dir() else None))
-    loop = VirtualLoop()
-    record = EventRecord(lambda: loop.now, root, log)
-    outcome = MeshOutcome(plan)
-    try:
-        with keeping_path():
-            run_in(loop, record, _story(loop, record, root, plan, outcome))
-    finally:
-        for place in root.parent.glob(f"{root.name}*"):
-            shutil.rmtree(place, ignore_errors=True)
-    outcome.virtual_s, outcome.cpu_s = loop.now, time.process_time() - began
+    outcome, loop = MeshOutcome(plan), VirtualLoop()
+    outcome.cpu_s = run_story(
+        loop, lambda record, root: _story(loop, record, root, plan, outcome), log
+    )
+    outcome.virtual_s = loop.now
     return outcome
 
 
-@contextmanager
-def keeping_path() -> Iterator[None]:
-    """Environments put their job's modules on the path of imports; it is as before after it."""
-    path = list(sys.path)
+def run_story(
+    loop: VirtualLoop,
+    story: Callable[[EventRecord, Path], Coroutine[Any, Any, None]],
+    log: Path | None,
+) -> float:
+    """Runs a story in an empty directory, which is gone afterwards; the seconds of CPU time."""
+    began = time.process_time()
+    root = Path(tempfile.mkdtemp(prefix="mesh-", dir=MEMORY if MEMORY.is_dir() else None))
+    path = list(sys.path)  # environments put their job's modules there
+    record = EventRecord(lambda: loop.now, root, log)
     try:
-        yield
+        run_in(loop, record, story(record, root))
     finally:
         sys.path[:] = path
+        for place in root.parent.glob(f"{root.name}*"):
+            shutil.rmtree(place, ignore_errors=True)
+    return time.process_time() - began
 
 
 def run_in(loop: VirtualLoop, record: EventRecord, story: Coroutine[Any, Any, T]) -> T:
@@ -120,7 +121,14 @@ def run_in(loop: VirtualLoop, record: EventRecord, story: Coroutine[Any, Any, T]
     clean up happens to nobody.
     """
     logs = structlog.get_config() if structlog.is_configured() else None
-    structlog.configure(processors=[_Notes(record).take], cache_logger_on_first_use=False)
+
+    def take(logger: Any, method: str, told: MutableMapping[str, Any]) -> Any:
+        """Puts what processes log into the record."""
+        if record.written:
+            record.note(f"{method} {told}")
+        raise structlog.DropEvent
+
+    structlog.configure(processors=[take], cache_logger_on_first_use=False)
     gc.freeze()  # what is imported stays: the collection at the end does not walk it
     gc.disable()  # what a collection finalises would run at another place each time
     simulate_disk(lambda descriptor: None)  # until the disk is watched, no power cut is simulated
@@ -165,18 +173,6 @@ class _Said(io.TextIOBase):
         return len(text)
 
 
-class _Notes:
-    """Puts what processes log into the record."""
-
-    def __init__(self, record: EventRecord) -> None:
-        self._record = record
-
-    def take(self, logger: Any, method: str, told: MutableMapping[str, Any]) -> Any:
-        if self._record.written:
-            self._record.note(f"{method} {told}")
-        raise structlog.DropEvent
-
-
 async def _story(
     loop: VirtualLoop, record: EventRecord, root: Path, plan: MeshPlan, outcome: MeshOutcome
 ) -> None:
@@ -210,11 +206,17 @@ async def _story(
         for facts in found
         for told in invariants.check(facts, terms)
     ]
-    _sum_up(outcome, world, found, faults)
+    for facts in found:
+        for kind, told in facts.events:
+            world.record.say(f"event {kind} {told}")
+    outcome.version = min(int(facts.job.get("version", -1)) for facts in found)
+    outcome.lineage = max(int(facts.job.get("lineage", 0)) for facts in found)
+    outcome.faults = faults.count
+    outcome.processes = len(world.machine.processes)
+    outcome.digest = world.record.digest
 
 
 async def _until_over(world: World, until_s: float) -> bool:
-    """Whether the job has ended by then."""
     while world.clock.monotonic() < until_s:
         await world.clock.sleep(LOOK_S)
         if world.over:
@@ -243,17 +245,6 @@ def _unhandled(world: World, told: dict[str, Any]) -> None:
         return
     world.record.note(f"unhandled: {told}")
     world.machine.failures.append(f"unhandled: {told.get('message')}: {error!r}")
-
-
-def _sum_up(outcome: MeshOutcome, world: World, found: list[Facts], faults: FaultSchedule) -> None:
-    for facts in found:
-        for kind, told in facts.events:
-            world.record.say(f"event {kind} {told}")
-    outcome.version = min(int(facts.job.get("version", -1)) for facts in found)
-    outcome.lineage = max(int(facts.job.get("lineage", 0)) for facts in found)
-    outcome.faults = faults.count
-    outcome.processes = len(world.machine.processes)
-    outcome.digest = world.record.digest
 
 
 def coroutine_of(task: asyncio.Task[Any]) -> str:

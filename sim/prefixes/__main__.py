@@ -25,7 +25,6 @@ REDUCTION_COMPUTE = 0.681  # over computing alone; at which setting it does not 
 
 
 def compared(curve: PrefixCurve, bytes_per_s: float, tokens: int) -> dict[str, float]:
-    """Speed-ups of both over either alone."""
     load_s = TOKEN_BYTES / bytes_per_s
     alone = {"load": load_s * tokens, "compute": curve.compute_s(0, tokens)}
     found: dict[str, float] = {}
@@ -37,7 +36,6 @@ def compared(curve: PrefixCurve, bytes_per_s: float, tokens: int) -> dict[str, f
 
 
 def main() -> None:
-    """The entry."""
     tokens = 16 << 10
     settings: dict[str, dict[str, float]] = {}
     print(f"{'':24}{'over load':>24}{'over compute':>24}")

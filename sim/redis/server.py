@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from redis.exceptions import NoScriptError, OutOfMemoryError, ResponseError
-
-from sim.redis.faults import RedisFaults
 
 try:
     from lupa.luajit20 import LuaRuntime, lua_type
@@ -44,6 +44,31 @@ CODES: dict[str, type[ResponseError]] = {
 }
 
 
+class Full(StrEnum):
+    """Why writes are refused; reads go on."""
+
+    NO = ""
+    MEMORY = "OOM"
+    DISK = "MISCONF"
+
+
+@dataclass
+class RedisFaults:
+    """Set any of them at any time; what is set holds from the next command on. A client meets them
+    as the real one does: it sends again a few times, and raises what it met last.
+    """
+
+    away: bool = False  # no connection; nothing runs
+    lost_replies: int = 0  # so many commands to come run, and their clients are not answered
+    delay_s: float = 0.0  # from a command, which runs at once, to its reply
+    full: Full = Full.NO
+
+    @property
+    def on_the_way(self) -> bool:
+        """Whether commands or replies may be lost or late."""
+        return self.away or self.lost_replies > 0 or self.delay_s > 0
+
+
 class WallClock(Protocol):
     def wall(self) -> float: ...
     def monotonic(self) -> float: ...
@@ -68,7 +93,11 @@ class RedisServer:
         if type(reply) is str or type(reply) is int:
             return reply
         if type(reply) is tuple:
-            _refuse(*reply)
+            _, error, *missing = reply
+            if error is None:
+                what = missing[0] if missing else ""
+                raise NotSimulated(f"the simulated Redis has no {what}: add it to {SOURCES.name}/")
+            raise typed(error)
         return _list(reply) if lua_type(reply) == "table" else reply or None
 
     def lose(self) -> None:
@@ -82,12 +111,6 @@ class RedisServer:
     def restart(self, held: Any) -> None:
         """Starts again with what it held at a `copy`; scripts are gone."""
         self._execute, self._copied = _new_server()(held)
-
-
-def _refuse(_reply: None, error: str | None, missing: str = "") -> NoReturn:
-    if error is None:
-        raise NotSimulated(f"the simulated Redis has no {missing}: add it to {SOURCES.name}/")
-    raise typed(error)
 
 
 def typed(error: str) -> ResponseError:

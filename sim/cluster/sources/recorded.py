@@ -51,7 +51,12 @@ def recorded(run: Path) -> RecordedRun:
     job, document = job_of(run)
     events = read_events(run)
     found = noted(run)
-    rows = [row for of in found.shards.values() for row in of if _counts(row)]
+    rows = [  # trajectories that were trained on, and ended by themselves
+        row
+        for of in found.shards.values()
+        for row in of
+        if row.get("kind") == "trajectory" and row["training"] and row["ending"]
+    ]
     steps = [row for row in found.trainer if row.get("kind") == "step"]
     if len(rows) < LEAST or len(steps) < 2:
         raise NotFound(
@@ -67,10 +72,17 @@ def recorded(run: Path) -> RecordedRun:
     span_s = at[-1] - at[0]
     algorithm, rollout, training = (document[n] for n in ("algorithm", "rollout", "training"))
     kind = "CPU" if document["mesh"]["device"] == "cpu" else "GPU"
+    desired = [event.fields["workers"] for event in events if event.kind == "desired"]
+    workers = max(1, len({worker for there in desired for worker in there}))
+    pauses = [
+        dict(pairwise(row["parts"])).get("pause", 0.0)
+        for of in found.engines.values()
+        for row in of
+    ]
     scenario = {
         "title": f"{job}, as it ran in {run.name}",
         "sources": [f"the traces, events and metrics of {run.name}"],
-        "hosts": [{"kind": kind, "accelerators": _workers(events)}],
+        "hosts": [{"kind": kind, "accelerators": workers}],
         "switches": _switches(events),
         "jobs": [
             {
@@ -92,7 +104,7 @@ def recorded(run: Path) -> RecordedRun:
                     "train_tokens_per_s": tokens_per_s,
                     "update_s": update_s,
                 },
-                "pull_s": _pull_s(row for of in found.engines.values() for row in of),
+                "pull_s": median(pauses) / 1000 if pauses else 0.0,
                 "workload": {"trace": TRACE},
             }
         ],
@@ -100,17 +112,6 @@ def recorded(run: Path) -> RecordedRun:
     return RecordedRun(
         scenario, [_line_of(row, sampled) for row in rows], span_s / (len(steps) - 1)
     )
-
-
-def _workers(events: Sequence[Event]) -> int:
-    """How many it had in all."""
-    desired = (event.fields for event in events if event.kind == "desired")
-    return max(1, len({worker for fields in desired for worker in fields["workers"]}))
-
-
-def _counts(row: Row) -> bool:
-    """Whether it is a trajectory that was trained on, and ended by itself."""
-    return bool(row.get("kind") == "trajectory" and row["training"] and row["ending"])
 
 
 def _sampled_share(run: Path, rows: Sequence[Row]) -> float:
@@ -132,7 +133,6 @@ def _states(row: Row) -> list[tuple[str, float, float]]:
 
 
 def _line_of(row: Row, sampled: float) -> Row:
-    """A trajectory as a trace has it."""
     turns: list[list[float]] = []  # decoding, and what follows, seconds
     before_s = 0.0  # the first one, which is as if it followed it
     for name, _, took_s in _states(row):
@@ -159,7 +159,6 @@ def _line_of(row: Row, sampled: float) -> Row:
 
 
 def _engines(events: Sequence[Event]) -> list[Span]:
-    """When each engine was there."""
     if not events:
         return []
     end = (events[-1].ms - events[0].ms) / 1000
@@ -196,7 +195,7 @@ def _line(
             took_s
             * counts[max(0, bisect(times, began + took_s / 2) - 1)]
             / share
-            / _there(engines, began + took_s / 2)
+            / max(1, sum(span.start <= began + took_s / 2 < span.end for span in engines))
             for began, took_s in decodes
         )
         taken.append(decode_s / tokens)
@@ -212,10 +211,6 @@ def _line(
     return float(base), float(slope)
 
 
-def _there(engines: Sequence[Span], at: float) -> int:
-    return max(1, sum(span.start <= at < span.end for span in engines))
-
-
 def _training(steps: Sequence[Row], tokens: float) -> tuple[float, float]:
     """Tokens a second of one that computes gradients, and the seconds of what nobody shares."""
     computed_ms = sum(sum(row.get("rounds", ())[1::2]) for row in steps)
@@ -225,12 +220,6 @@ def _training(steps: Sequence[Row], tokens: float) -> tuple[float, float]:
         parts = dict(zip(row["parts"][::2], row["parts"][1::2], strict=True))
         update_ms.append(sum(parts.get(name, 0.0) for name in beside))
     return 1000 * tokens / max(computed_ms, 1e-3), median(update_ms) / 1000
-
-
-def _pull_s(rows: Any) -> float:
-    """Seconds that an engine stands for other weights."""
-    pauses = [dict(pairwise(row["parts"])).get("pause", 0.0) for row in rows]
-    return median(pauses) / 1000 if pauses else 0.0
 
 
 def _switches(events: Sequence[Event]) -> dict[str, float]:
@@ -252,7 +241,6 @@ def _switches(events: Sequence[Event]) -> dict[str, float]:
 
 
 def written(found: RecordedRun, folder: Path) -> Path:
-    """Writes the scenario, with its trajectories beside it; its path."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row) + "\n" for row in found.trace)
     (folder / TRACE).write_text(text, encoding="utf-8")

@@ -31,32 +31,7 @@ from common.job.constraints import (
 from common.job.schema import Schema
 from common.state.pool.workers.settings import PoolSettings
 from meshrl.job.toml import reading
-
-
-@dataclass(frozen=True)
-class HostsTable(FileTable):
-    """`[[hosts]]`: hosts that are alike."""
-
-    kind: Name = "CPU"  # of their accelerators, as common/hardware/accelerators.toml has them
-    count: Natural = 1
-    accelerators: Count = 8
-
-
-@dataclass(frozen=True)
-class SwitchesTable(FileTable):
-    """`[switches]`: seconds from a decision until a resident does what was wished."""
-
-    rollout_s: NonNegative = 1.0
-    training_s: NonNegative = 1.0
-
-
-@dataclass(frozen=True)
-class FailureTable(FileTable):
-    """`[[failures]]`: a host that is away for a while, with all that it did."""
-
-    host: Natural = 0  # in the order of `[[hosts]]`, from 0
-    at_s: NonNegative = 0.0
-    back_s: NonNegative = 0.0  # so much later it is there again; 0: never
+from sim.cluster.model.cluster import SimFailure, SimHosts, Switches
 
 
 @dataclass(frozen=True)
@@ -182,10 +157,10 @@ class Scenario(FileTable):
     seed: Natural = 0
     seeds: Count = 1  # so many, from that one on: ratios are the medians of all
     until_s: Positive = 86400.0
-    hosts: list[HostsTable] = field(default_factory=lambda: [HostsTable()])
+    hosts: list[SimHosts] = field(default_factory=lambda: [SimHosts()])
     pool: PoolSettings = field(default_factory=PoolSettings)
-    switches: SwitchesTable = field(default_factory=SwitchesTable)
-    failures: list[FailureTable] = field(default_factory=list)
+    switches: Switches = field(default_factory=Switches)
+    failures: list[SimFailure] = field(default_factory=list)
     jobs: list[JobTable] = field(default_factory=lambda: [JobTable()])
     arms: list[ArmTable] = field(default_factory=list)
 
@@ -293,16 +268,14 @@ def _put(table: Any, parts: list[str], value: Any, change: str) -> None:
         for one in named[:1] or table:
             _put(one, rest if named else parts, value, change)
         return
-    if not isinstance(table, dict) or (_tables(table.get(first)) and not rest):
+    there = table.get(first) if isinstance(table, dict) else None
+    tables = isinstance(there, list) and any(isinstance(one, dict) for one in there)
+    if not isinstance(table, dict) or (tables and not rest):
         raise ConfigError(f"{change!r} names no single value", fix="Name one key of a table")
     if rest:
         _put(table.setdefault(first, {}), rest, value, change)
     else:
         table[first] = value
-
-
-def _tables(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(one, dict) for one in value)
 
 
 def _names(table: Mapping[str, Any]) -> set[str]:

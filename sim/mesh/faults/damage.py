@@ -112,7 +112,6 @@ class Spoiler:
 
 
 def flip(path: Path, offset: int, bit: int) -> None:
-    """Inverts one bit of a file."""
     byte = unnoticed(path)[offset] ^ 1 << bit
     _over(path, offset, bytes([byte]))
 

@@ -14,10 +14,6 @@ from sim.mesh.world.world import World
 from sim.network import Faults
 from sim.process import VirtualProcess
 
-KINDS = (
-    *("kill", "stop", "network", "redis", "disk", "clock"),
-    *("power", "lies", "rollback", "damage"),
-)
 LONGEST_STOP_S = 20.0
 LONGEST_JUMP_S = 3600.0  # of a host's wall clock
 SLOWEST_DISK_S = 4.0  # mean of what a piece of work waits
@@ -54,6 +50,8 @@ PACES = {
     "damage": FaultPace(20.0, 0.0, 3.0),
 }
 
+KINDS = tuple(PACES)
+
 
 def kinds_of(text: str) -> tuple[str, ...]:
     """The kinds in a list with commas, or of `all` or `none`. ValueError: an unknown one."""
@@ -86,7 +84,6 @@ class FaultSchedule:
         self.count = dict.fromkeys(kinds, 0)
 
     async def settle(self) -> None:
-        """Ends the faults, and what they left."""
         for task in self._tasks:
             task.cancel()
         for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
@@ -233,7 +230,6 @@ class FaultSchedule:
                 await world.redis_lost(None)
 
     async def _damage(self, random: Random, for_s: float) -> None:
-        """A file is damaged, and perhaps read soon after."""
         damage = self.spoiler.spoil()
         if damage is None:
             return

@@ -112,7 +112,6 @@ class Witness:
         del self._events[ids.index(last) + 1 if last in ids else 0 :]
 
     def _own(self, told: Iterable[Told]) -> list[Told]:
-        """What concerns this job, or the mesh."""
         return [(kind, row) for kind, row in told if row.get("job") in (None, "", self._name)]
 
     def _seen(self, row: dict[str, str]) -> WitnessedGroup | None:
@@ -127,7 +126,6 @@ class Witness:
         return WitnessedGroup(oldest, int(row.get("foreign_above", -1)))
 
     def facts(self) -> Facts:
-        """What lies in Redis and on the disk now."""
         self._look()
         found = Facts(self._name, trained=self._trained, job=self._hash(f"{self._job}:job"))
         found.events = self._own((kind, told) for _, kind, told in self._events)

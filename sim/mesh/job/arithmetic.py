@@ -65,7 +65,6 @@ def shapes() -> dict[str, torch.Size]:
 
 
 def views(flat: Tensor) -> dict[str, Tensor]:
-    """The parts of a flat vector, by name."""
     ends = accumulate(shape.numel() for shape in shapes().values())
     cuts = pairwise([0, *ends])
     return {
@@ -126,15 +125,45 @@ def gradient_of(weights: Tensor, bin: Bin) -> tuple[Tensor, BinStats]:
 
 
 def stepped(weights: Tensor, momentum: Tensor, gradient: Tensor, factor: float) -> float:
-    """An optimizer step in place; the gradient's norm."""
     norm = float(gradient.norm())
     momentum.mul_(0.9).add_(gradient / max(norm, 1.0))
     weights.sub_(momentum, alpha=RATE * factor)
     return norm
 
 
-class TinyLearner(Learner):
+class _Vector:
+    """A vector and its momentum, as far as a learner and a rank have them alike."""
+
+    _flat: Tensor
+    _momentum: Tensor
+    steps: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"flat": self._flat, "momentum": self._momentum}
+
+    def derived(self) -> dict[str, Tensor]:
+        return {}
+
+    def counts(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def go_on(self, counts: Mapping[str, int]) -> None:
+        self.steps = counts["steps"]
+
+    def refresh(self) -> None:
+        """Passes compute with the vector itself."""
+
+    def forget_gradients(self) -> None:
+        """They are nobody's once they are given."""
+
+    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """What changes a step of the vector is `lr_factor` alone."""
+
+
+class TinyLearner(_Vector, Learner):
     """Behind a Learner's methods a vector and its momentum."""
+
+    gradient_s, update_s = GRADIENT_S, UPDATE_S
 
     def __init__(self, seed: int) -> None:  # a Learner's own makes a model
         self.steps = 0
@@ -146,18 +175,15 @@ class TinyLearner(Learner):
     def device(self) -> torch.device:
         return self._flat.device
 
-    @takes(GRADIENT_S)
+    @takes("gradient_s")
     def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
         return gradient_of(self._flat, bin)
 
-    @takes(GRADIENT_S)
+    @takes("gradient_s")
     def round_gradient(self, bins: Any) -> tuple[Tensor, BinStats]:
         return super().round_gradient(bins)
 
-    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """What changes a step of the vector is `lr_factor` alone."""
-
-    @takes(UPDATE_S)
+    @takes("update_s")
     def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
         self.steps += 1
         return stepped(self._flat, self._momentum, gradient_sum / denominator, lr_factor)
@@ -185,24 +211,6 @@ class TinyLearner(Learner):
     @takes(MOVE_S)
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         self._flat = flat_of(weights).clone()
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {"flat": self._flat, "momentum": self._momentum}
-
-    def derived(self) -> dict[str, Tensor]:
-        return {}
-
-    def counts(self) -> dict[str, int]:
-        return {"steps": self.steps}
-
-    def go_on(self, counts: Mapping[str, int]) -> None:
-        self.steps = counts["steps"]
-
-    def refresh(self) -> None:
-        """Passes compute with the vector itself."""
-
-    def forget_gradients(self) -> None:
-        """They are nobody's once they are given."""
 
 
 class TinyGroup:
@@ -244,7 +252,7 @@ class TinyGroup:
         return [brought[one] for one in range(self.ranks)]
 
 
-class TinyRank(Rank):
+class TinyRank(_Vector, Rank):
     """Holds its share of the vector; the rest of it is the other ranks'. What blocks in a product's
     rank is awaited here, by the virtual host.
     """
@@ -263,7 +271,7 @@ class TinyRank(Rank):
         whole = initial(self._seed)
         self.size = whole.numel()
         self._flat = self._own(whole).clone()
-        self._momentum, self._steps = torch.zeros_like(self._flat), 0
+        self._momentum, self.steps = torch.zeros_like(self._flat), 0
 
     def _own(self, whole: Tensor) -> Tensor:
         return cut(whole, self.rank, self.ranks)
@@ -281,24 +289,6 @@ class TinyRank(Rank):
     def memory(self, gradients: bool) -> LearnerMemory:
         return LearnerMemory(cast(Learner, self), self._gradients.tensors() if gradients else {})
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"flat": self._flat, "momentum": self._momentum}
-
-    def derived(self) -> dict[str, Tensor]:
-        return {}
-
-    def counts(self) -> dict[str, int]:
-        return {"steps": self._steps}
-
-    def go_on(self, counts: Mapping[str, int]) -> None:
-        self._steps = counts["steps"]
-
-    def refresh(self) -> None:
-        """Passes compute with the vector itself."""
-
-    def forget_gradients(self) -> None:
-        """They are nobody's once they are given."""
-
     def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
         if optimizer:
             momenta = views(torch.zeros(self.size)).items()
@@ -315,7 +305,7 @@ class TinyRank(Rank):
         found = {MOMENTUM + name: part for name, part in self._parts(self._momentum).items()}
         if masters:
             found |= {MASTER + name: part for name, part in self._parts(self._flat).items()}
-        return found | {"steps": Part((), 0, torch.tensor(self._steps))}
+        return found | {"steps": Part((), 0, torch.tensor(self.steps))}
 
     @takes(MOVE_S)
     def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
@@ -324,10 +314,9 @@ class TinyRank(Rank):
         state = self.saved(masters=False)
         for name, part in state.items():
             saved.fill(name, part)
-        self._steps = int(state["steps"].rows)
+        self.steps = int(state["steps"].rows)
 
     def _parts(self, flat: Tensor) -> dict[str, Part]:
-        """The rows that lie here of a vector, by tensor: views."""
         own = parts_of(flat, self.rank, self.ranks).items()
         first = {name: own_rows(shapes()[name], self.rank, self.ranks).start for name, _ in own}
         return {name: Part(tuple(shapes()[name]), first[name], rows) for name, rows in own}
@@ -380,19 +369,15 @@ class TinyRank(Rank):
 
         return keep
 
-    def adopt(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
-        """What changes a step of the vector is `lr_factor` alone."""
-
     @takes(UPDATE_S)
     async def apply(  # type: ignore[override]
         self, rounds: int, denominator: float, lr_factor: float
     ) -> float:
-        total = await self._whole(self._gradients.total(rounds))
-        gradient = total / denominator
+        gradient = await self._whole(self._gradients.total(rounds)) / denominator
         norm = float(gradient.norm())
         self._momentum.mul_(0.9).add_(self._own(gradient) / max(norm, 1.0))
         self._flat.sub_(self._momentum, alpha=RATE * lr_factor)
-        self._steps += 1
+        self.steps += 1
         self.begin()
         return norm
 
@@ -407,11 +392,13 @@ class TinyRank(Rank):
 class TinyAlone(Rank):
     """The only rank of a core, which has the whole vector."""
 
-    @takes(GRADIENT_S)
+    gradient_s, update_s = GRADIENT_S, UPDATE_S
+
+    @takes("gradient_s")
     def compute(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
         return super().compute(index, bins)
 
-    @takes(UPDATE_S)
+    @takes("update_s")
     def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
         return super().apply(rounds, denominator, lr_factor)
 

@@ -5,11 +5,9 @@ arithmetic that takes no time of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-from torch import Tensor
 
 from common.base.clock import Clock
 from common.generation.contract import Request
@@ -17,12 +15,9 @@ from common.generation.counter import key_of, uniforms
 from common.job.bundle.job_data import JobData
 from common.state.pool.workers.seat import Seat
 from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.packing import Bin
 from services.trainer.ranks.rank import Rank
 from sim.engines.simulated import NORMAL, SimulatedEngine
-from sim.machine import takes
-from sim.mesh.job.arithmetic import TinyAlone, TinyArithmetic, TinyLearner, gradient_of
+from sim.mesh.job.arithmetic import TinyAlone, TinyArithmetic, TinyLearner
 from sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
 
 AT_ONCE_S = 0.001  # what arithmetic takes without its pace
@@ -82,29 +77,13 @@ class SteppedEngine(SimulatedEngine):
 class PacedLearner(TinyLearner):
     """What it takes is its pace's."""
 
-    @takes(AT_ONCE_S)
-    def gradient(self, bin: Bin) -> tuple[Tensor, BinStats]:
-        return gradient_of(self._flat, bin)
-
-    @takes(AT_ONCE_S)
-    def round_gradient(self, bins: Any) -> tuple[Tensor, BinStats]:
-        return Learner.round_gradient(self, bins)
-
-    @takes(AT_ONCE_S)
-    def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
-        return super().apply(gradient_sum, denominator, lr_factor)
+    gradient_s = update_s = AT_ONCE_S
 
 
 class PacedAlone(TinyAlone):
     """What it takes is its pace's."""
 
-    @takes(AT_ONCE_S)
-    def compute(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
-        return Rank.compute(self, index, bins)
-
-    @takes(AT_ONCE_S)
-    def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        return Rank.apply(self, rounds, denominator, lr_factor)
+    gradient_s = update_s = AT_ONCE_S
 
 
 class PacedArithmetic(TinyArithmetic):

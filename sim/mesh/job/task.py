@@ -65,5 +65,4 @@ def owed_s() -> float:
 
 
 def score(text: str) -> float:
-    """0 or 1, by the bytes."""
     return float(zlib.crc32(text.encode()) & 1)

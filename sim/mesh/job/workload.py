@@ -32,7 +32,6 @@ AT_ONCE = 256  # environments that wait at a time
 
 
 def still(value: float) -> Drift:
-    """A quantity that stays."""
     return Drift(value, value)
 
 
@@ -61,19 +60,15 @@ class PacedWorkload:
     planner: tuple[tuple[str, Any], ...] = ()  # further keys of `[planner]`
 
     def held(self, helping: int) -> PacedWorkload:
-        """The same, with a split that stays."""
         return replace(self, moves=False, helping=helping)
 
     def beginning(self, helping: int) -> PacedWorkload:
-        """The same, with a split that the planner may change."""
         return replace(self, moves=True, helping=helping)
 
     def of_steps(self, steps: int) -> PacedWorkload:
-        """The same, longer or shorter."""
         return replace(self, steps=steps)
 
     def paced(self, training: str) -> PacedWorkload:
-        """The same, with trainers at another pace."""
         return replace(self, training=training)
 
     @property
@@ -91,7 +86,6 @@ class PacedWorkload:
         return [f"planner.{key}={value}" for key, value in (keys | dict(self.planner)).items()]
 
     def config(self, name: str, seed: int) -> JobConfig:
-        """Its job."""
         return JobConfig(
             name=name,
             seed=seed,

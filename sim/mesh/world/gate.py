@@ -41,7 +41,11 @@ class VirtualGate:
         replaced by an empty one.
         """
         self._note.parent.mkdir(parents=True, exist_ok=True)
-        noted = self._noted()
+
+        def damaged(path: Path, _: Damaged) -> None:
+            damage.set_aside(path, self._root)
+
+        noted = notes.read(self._note, damaged)
         self._floor, self.known = noted.floor, noted.mark
         held = await self._held()
         why = rollback.older(held, self.known)
@@ -77,12 +81,6 @@ class VirtualGate:
         newest = await rollback.held(self._state, RollbackMark())
         self.known = rollback.joined([self.known, newest])
         notes.write(self._note, Note(self.known, {}, self._floor))
-
-    def _noted(self) -> Note:
-        def damaged(path: Path, error: Damaged) -> None:
-            damage.set_aside(path, self._root)
-
-        return notes.read(self._note, damaged)
 
     async def _held(self) -> RollbackMark:
         for job, run_dir in self._runs.items():

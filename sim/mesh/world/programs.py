@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,18 +91,15 @@ class Surroundings:
         mesh.state.renewed = mesh._lease.renewed
         self.meshes[name] = mesh
         process.at_end.append(lambda: self.network.detach(transport))
-        process.at_stop.append(lambda stopped: self._freeze(transport.address, stopped))
+        network, address = self.network, transport.address
+        process.at_stop.append(
+            lambda stopped: (network.pause if stopped else network.resume)(address)
+        )
         return mesh
 
-    def _freeze(self, address: str, stopped: bool) -> None:
-        if stopped:
-            self.network.pause(address)
-        else:
-            self.network.resume(address)
-
     def programs(self) -> dict[str, Program]:
-        """By the module that a command line names."""
-        return {
+        """By the module that a command line names; each begins with its imports."""
+        programs = {
             "services.planner": self._planner,
             "services.weights": self._weights,
             "services.rollout": self._rollout,
@@ -112,38 +109,34 @@ class Surroundings:
             "services.trainer": self._trainer,
             "services.environment": self._environment,
         }
+        return {module: partial(self._begin, program) for module, program in programs.items()}
 
-    async def _begun(self, process: VirtualProcess) -> None:
+    async def _begin(self, program: Program, process: VirtualProcess, argv: list[str]) -> None:
         pause_s = START_S * self.machine.random.child(f"start {process.label}").uniform(0.5, 1.5)
         await self.machine.clock.sleep(pause_s)
+        await program(process, argv)
 
     async def _planner(self, process: VirtualProcess, argv: list[str]) -> None:
         a = planner.parser().parse_args(argv)
-        await self._begun(process)
         await planner.serve(self.mesh(process, a.name, "planner"))
 
     async def _weights(self, process: VirtualProcess, argv: list[str]) -> None:
-        await self._begun(process)
         await weights.serve(self.mesh(process, STORE, "weights"))
 
     async def _rollout(self, process: VirtualProcess, argv: list[str]) -> None:
         a = rollout.parser().parse_args(argv)
-        await self._begun(process)
         await rollout.serve(self.mesh(process, names.shard(a.job, a.shard), "rollout"))
 
     async def _node(self, process: VirtualProcess, argv: list[str]) -> None:
         a = node.parser().parse_args(argv)
-        await self._begun(process)
         await node.serve(self.mesh(process, f"node/{HOST}", "node"), a)
 
     async def _worker(self, process: VirtualProcess, argv: list[str]) -> None:
         a = worker.parser().parse_args(argv)
-        await self._begun(process)
         await worker.serve(self.mesh(process, names.worker_process(a.worker), "worker"), a)
 
     async def _engine(self, process: VirtualProcess, argv: list[str]) -> None:
         seat = Seat.of(parser(None).parse_args(argv))
-        await self._begun(process)
         mesh = self.mesh(process, f"engine/{seat.resident}", "engine")
         driver = TaskDriver(mesh)
         await engine_running.serve(mesh, seat, self._open_engine, driver)
@@ -165,13 +158,11 @@ class Surroundings:
 
     async def _trainer(self, process: VirtualProcess, argv: list[str]) -> None:
         seat = Seat.of(parser(None).parse_args(argv))
-        await self._begun(process)
         kind, name = trainer_running.place(seat)
         arithmetic = TinyArithmetic() if self.workload is None else PacedArithmetic()
         await trainer_running.serve(self.mesh(process, name, kind), seat, arithmetic)
 
     async def _environment(self, process: VirtualProcess, argv: list[str]) -> None:
-        await self._begun(process)
         arguments = environments.parser().parse_args(argv)
         served = environments.made(arguments)
         if arguments.threads > 1:
@@ -220,27 +211,19 @@ class TaskDriver:
         action()
 
     def start(self, service: EngineService) -> None:
-        self._task = _begin(self._drive(service))
+        self._task = asyncio.get_running_loop().create_task(self._drive(service))
 
     async def _drive(self, service: EngineService) -> None:
         wake = service.commands.wake = _Wake()
         while True:
-            wait_s = self._wait_s(service)
+            wait_s = IDLE_S
+            if service.turn():
+                wait_s = FLUSH_S if service.emulated is None else service.steps.due_s
             timer = asyncio.get_running_loop().call_later(wait_s, wake.soon.set)
             await wake.soon.wait()
             timer.cancel()
             wake.soon.clear()
 
-    @staticmethod
-    def _wait_s(service: EngineService) -> float:
-        if not service.turn():
-            return IDLE_S
-        return FLUSH_S if service.emulated is None else service.steps.due_s
-
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-
-
-def _begin(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    return asyncio.get_running_loop().create_task(work)

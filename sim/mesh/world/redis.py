@@ -56,7 +56,6 @@ class VirtualRedis:
             tell()
 
     def well(self) -> None:
-        """It is there, fast, and answers."""
         self.away, self.slow_s, self.lost = False, LATENCY_S, 0.0
 
     async def asked(self, words: tuple[Any, ...], owner: bool) -> Any:
@@ -116,7 +115,6 @@ class _SyncClient:
 
 
 def state_of(server: VirtualRedis, process: VirtualProcess, owner: bool = False) -> State:
-    """The connection of a process."""
     clients: tuple[Any, Any] = _Client(server, process, owner), _SyncClient(server)
     return State("simulated:", *clients, server.clock.monotonic)
 
@@ -132,6 +130,5 @@ def script_of(words: tuple[Any, ...]) -> str:
 
 @cache
 def _names() -> dict[str, str]:
-    """Scripts by the SHA-1 of their source."""
     scripts = (path.stem for path in SCRIPTS.glob("*/[!_]*.lua") if path.stem != "prelude")
     return {script_source(name)[1]: name for name in scripts}

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.encoding.messages import Frame
-from common.base.errors import MeshError
+from common.base.clock import Clock
+from common.base.errors import MeshError, StateUnavailable, StorageFull
+from common.base.files.lines import LineFile
 from common.base.random import Random
 from common.mesh.process.supervision.ended import forget_all
 from common.mesh.runtime.patience import patiently
-from common.state import jobs, registry
+from common.state import events, jobs, registry
 from common.state.pool.store.store import write_settings
 from common.state.pool.workers.settings import PoolSettings
 from common.state.redis.client import State
 from common.state.server.rollback import JobMark
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.services import plan
+from meshrl.view.recording.recorded import EVENTS, event_of
+from meshrl.view.recording.recorder import LOOK_S
 from sim.loop import VirtualLoop
 from sim.machine import Machine, MachineClock
 from sim.mesh.job.job import JOB, config_of, document_of, runs_of
@@ -27,7 +31,6 @@ from sim.mesh.job.workload import PacedWorkload
 from sim.mesh.world.gate import VirtualGate
 from sim.mesh.world.launcher import VirtualLauncher
 from sim.mesh.world.programs import HOST, Surroundings
-from sim.mesh.world.recorder import VirtualRecorder
 from sim.mesh.world.redis import VirtualRedis, state_of
 from sim.network import MemoryNetwork
 from sim.process import VirtualProcess
@@ -46,6 +49,29 @@ class Size:
     workload: PacedWorkload | None = None  # in place of the job that faults are tried on
 
 
+class VirtualRecorder:
+    """Writes the event stream to `events.jsonl`, as `meshrl run` does, from where an earlier one
+    has stopped.
+    """
+
+    def __init__(self, state: State, clock: Clock, run_dir: Path, job: str) -> None:
+        self._state, self._clock, self._job = state, clock, job
+        self._file = LineFile(run_dir / EVENTS)
+        known = self._file.found.rows
+        self._last = event_of(known[-1]).id if known else "0"
+
+    async def run(self) -> None:
+        while True:
+            await self._clock.sleep(LOOK_S)
+            with suppress(StateUnavailable, StorageFull):
+                new = await events.read_all(self._state, self._last)
+                mine = [event for event in new if event.fields.get("job") in (None, "", self._job)]
+                if mine:
+                    self._file.append([asdict(event) for event in mine])
+                if new:
+                    self._last = new[-1].id
+
+
 class World:
     def __init__(
         self, loop: VirtualLoop, random: Random, root: Path, record: EventRecord, size: Size
@@ -54,7 +80,9 @@ class World:
         self.machine = Machine(loop, random.child("machine"), record, root)
         self.clock = self.machine.clock
         self.network = MemoryNetwork(self.clock, random.child("network"))
-        self.network.delivered = self._delivered
+        self.network.delivered = lambda source, target, frames: record.say(
+            f"message {source} {target} {bytes(frames[0]).hex()}"
+        )
         self.redis = VirtualRedis(MachineClock(loop), random.child("redis"))
         self.around = Surroundings(self.machine, self.network, self.redis, root, size.workload)
         self.machine.programs = self.around.programs() | {"launcher": self._launch}
@@ -69,7 +97,6 @@ class World:
     # -- its life --------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Starts the services, and submits the jobs."""
         process = self.machine.spawn("launcher", [], "launcher", None, tied=False)
         self._root_process = process
         self._state = state_of(self.redis, process)
@@ -185,7 +212,6 @@ class World:
 
     @property
     def on(self) -> bool:
-        """Whether the power is there."""
         assert self._root_process is not None
         return not self._root_process.ended
 
@@ -197,14 +223,12 @@ class World:
             self._root_process = self.machine.spawn("launcher", argv, "launcher", None, tied=False)
 
     async def stop(self) -> None:
-        """Ends the mesh as `meshrl` does."""
         self._stop.set()
         assert self._root_process is not None
         await self._root_process.over.wait()
 
     @property
     def state(self) -> State:
-        """A connection to Redis that nothing ends."""
         assert self._state is not None
         return self._state
 
@@ -216,18 +240,11 @@ class World:
 
     @property
     def phase(self) -> str:
-        """The first job's, as it lies in Redis."""
         return self.phase_of(JOB)
 
     def phase_of(self, job: str) -> str:
-        """A job's phase, as it lies in Redis."""
         return str(self.redis.sync_client.execute_command("HGET", f"{{{job}}}:job", "phase"))
 
     def beside(self, name: str) -> Path:
         """A directory of the simulation's own, which is no part of the run's."""
         return self.root.with_name(f"{self.root.name}.{name}")
-
-    # -- what is told ----------------------------------------------------------------------------
-
-    def _delivered(self, source: str, target: str, frames: list[Frame]) -> None:
-        self.record.say(f"message {source} {target} {bytes(frames[0]).hex()}")

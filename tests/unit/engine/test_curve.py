@@ -13,8 +13,8 @@ from services.engine.measurement.curve import WINDOW_STEPS, CurveFit
 from services.engine.service import EngineService
 from services.engine.stepping.emulation import EmulatedSteps
 from sim.engines.simulated import SimulatedEngine
-from sim.host import SimulatedHost
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, request
 
 TRUTH = Curve("cpu", 1, 0.02, 5e-4, 2e-7, 6000.0)

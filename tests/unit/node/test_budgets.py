@@ -12,7 +12,7 @@ from common.base.random import Random
 from common.mesh.process.ends.limits import Room
 from common.state.pool.workers.rows import Budget, Tier
 from services.node.residents.budgets import SPARE_DISK, SPARE_MEMORY, Budgets
-from sim.host import SimulatedHost
+from tests.simulated_host import SimulatedHost
 
 A, B = "engine/g0.0", "trainer/j"
 

@@ -22,9 +22,9 @@ from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Doing, Resident, Role, Tier
 from common.state.redis.keys import PLANNER
 from services.node.worker import parser, serve
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 WHY = Why("test")
 NAME = "trainer/j"

@@ -16,9 +16,9 @@ from common.state import events, jobs
 from common.state.jobs import JobRow
 from common.state.pool.workers.rows import Doing
 from services.node.residents.process import RoleProcess
-from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.node.standing import ENGINE, looking, role_process
 
 DOCUMENT = {

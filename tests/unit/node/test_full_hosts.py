@@ -14,9 +14,9 @@ from services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
 from services.node.agent import NodeAgent
 from services.node.gpus.accelerators import cpu_slots
 from services.node.residents.process import TRY_AGAIN_S, RoleProcess
-from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.node.standing import ENGINE, role_process
 
 

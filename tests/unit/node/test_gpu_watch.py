@@ -12,9 +12,9 @@ from common.base.random import Random
 from common.hardware.gpus.devices import Device
 from common.mesh.runtime.mesh import MeshSettings
 from services.node.gpus.watch import ANSWER_S, READ_S, GpuWatch
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 
 class HangingHost(SimulatedHost):

@@ -9,8 +9,8 @@ from common.base.random import Random
 from common.mesh.process.cores import Cores
 from common.mesh.process.ends.limits import Room
 from services.node.host_load import HostLoad
-from sim.host import SimulatedHost
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 

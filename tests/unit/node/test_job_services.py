@@ -23,10 +23,10 @@ from common.state.redis.keys import PLANNER
 from services.node.agent import NodeAgent
 from services.node.gpus.accelerators import cpu_slots
 from services.node.sandbox_code import CHANGED_S
-from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.meshes import alone
+from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.node.smallmesh import WHY, SmallMesh, gone
 from tests.unit.node.test_failing_roles import DOCUMENT
 

@@ -16,9 +16,9 @@ from common.state.pool.store import store as pool
 from common.state.pool.workers.rows import Doing
 from common.state.redis.keys import PLANNER
 from services.node.residents.startup import LOADING_S
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.unit.node.standing import CORE, role_process
 
 NAME, HOST, TRAINER = "trainer/j", "here", "services.trainer"

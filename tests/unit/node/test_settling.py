@@ -19,10 +19,10 @@ from common.state.pool.workers.rows import Budget, Doing, Resident, Role, Tier
 from common.state.pool.workers.seat import parser
 from services.node.residents.process import TRY_AGAIN_S, UNSETTLED_S, WELL_S
 from services.node.residents.residents import OLD_LOGS, Residents, Tenancy
-from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.node.standing import around, wish
 
 ENGINE = Resident("g0.0", "j", Role.ROLLOUT)

@@ -24,10 +24,10 @@ from common.mesh.runtime.seams import Seams
 from common.state.pool.workers.rows import Gang, Resident, Role
 from services.node.residents.turn_keeper import LEAVE_S, KeepsTurns, TurnKeeper
 from services.node.residents.turns import Leases
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
 
 LEASES = Leases(factor=2.0, floor_s=5.0, cap_s=60.0, unknown_s=20.0)
 MINE = ("take_turn", "give_back", "end_resident")

@@ -51,12 +51,12 @@ from services.rollout.job import ShardJob
 from services.rollout.runner import TrajectoryRunner
 from services.weights.store import WeightStore
 from sim.engines.simulated import SimulatedEngine
-from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_as
 from tests.contract.state.state_bench import JOB, TRAINER
 from tests.contract.state.state_bench import Bench as StateBench
+from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.rollout.interrupted import Faults, FaultyMesh, FaultyState, Interruption
 
 SLOTS, ENGINES = 4, 2

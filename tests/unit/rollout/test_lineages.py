@@ -27,10 +27,10 @@ from services.rollout.runner import TrajectoryRunner
 from services.rollout.shard import RolloutShard
 from services.rollout.trajectories.trajectory import Ending, Trajectory
 from services.rollout.worked import Worked
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 
 EVERY = 2

@@ -16,11 +16,11 @@ from common.state.pool.workers.names import shard
 from common.state.redis.client import State
 from services.rollout.__main__ import serve
 from services.rollout.shard import RolloutShard
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.redis.state import simulated_state
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 

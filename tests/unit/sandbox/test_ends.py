@@ -17,10 +17,10 @@ from meshrl.view.history.news import unforeseen
 from services.sandbox.outcomes import TELL_S, Ends, ToldEnds
 from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from services.sandbox.workers.pool import WorkerPool
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 
 def counted(found: list[Event]) -> list[tuple[str, int]]:

@@ -11,8 +11,8 @@ from common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
 from common.base.random import Random
 from common.mesh.process.host import Host
 from common.mesh.process.starting import Spawning
-from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import VirtualClock, run_virtual
+from tests.simulated_host import SimulatedChannel, SimulatedHost
 
 
 async def echo(arguments: list[str], channel: SimulatedChannel) -> None:

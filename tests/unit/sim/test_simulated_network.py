@@ -12,10 +12,10 @@ from common.base.errors import DeadlineExceeded, MeshError, PeerLost
 from common.base.random import Random
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.seams import Seams, Terms
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import Faults, MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
 from tests.unit.common.mesh.runtime.talking import Number, Talk, Talker, Text
 
 

@@ -18,8 +18,7 @@ from common.base.random import Random
 from common.state import events, leader
 from common.state.redis.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, State
 from sim.loop import VirtualClock, run_virtual
-from sim.redis.faults import Full
-from sim.redis.server import NotSimulated, RedisServer
+from sim.redis.server import Full, NotSimulated, RedisServer
 from sim.redis.state import simulated_state, state_on
 from tests.contract.state.state_bench import HandClock
 

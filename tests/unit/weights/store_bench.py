@@ -25,11 +25,11 @@ from common.weights.receive import Receiver
 from common.weights.store.weight_store import put
 from loadtests.weights.whole import staged_whole
 from services.weights.store import WeightStore
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.server import RedisServer
 from sim.redis.state import state_on
+from tests.simulated_host import SimulatedHost
 
 JOB, SHARD, TRAINER = "job", "rollout/job/0", "trainer/job"
 EVERY, STEPS = 4, 9

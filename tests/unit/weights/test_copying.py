@@ -35,9 +35,9 @@ from meshrl.directory.places import MeshPlace, read_json
 from meshrl.launch.head import from_copy
 from meshrl.view.live import tables
 from services.weights.copying import DAY_S, LATEST_AGAIN_S, LOOK_S, OLD_S, SILENT_S, Copying
-from sim.host import SimulatedHost
 from sim.mesh.job.job import config_of, document_of
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
 from tests.unit.weights.store_bench import JOB, TRAINER, StoreBench, on_store
 
 T = TypeVar("T")

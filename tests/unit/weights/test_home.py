@@ -24,10 +24,10 @@ from common.weights.chunks.chunks import ChunkStore
 from common.weights.store.weight_store import lay_out
 from services.weights.home import ANSWER_S, STALL_S, Errands, TaskProgress
 from services.weights.store import WeightStore
-from sim.host import SimulatedHost
 from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
+from tests.simulated_host import SimulatedHost
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 from tests.unit.weights.storing import Store
 

@@ -17,7 +17,7 @@ from common.state import events, jobs, steps
 from common.state.lifecycle import deleting
 from common.weights.receive import Receiver
 from services.weights.keeping.records import JobRecords
-from sim.host import SimulatedHost
+from tests.simulated_host import SimulatedHost
 from tests.unit.common.base.files.harms import HARMS, Harm, delete, flip, older_copy
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store
 

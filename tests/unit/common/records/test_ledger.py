@@ -29,7 +29,7 @@ from common.records.ledger import (
 )
 from common.records.token_record import TokenRows
 from services.rollout.trajectories.trajectory import Restored, Trajectory
-from sim.host import SimulatedHost
+from tests.simulated_host import SimulatedHost
 
 HOST = SystemHost()
 

@@ -13,9 +13,9 @@ from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, TrackingConfig
 from common.records import run_lines
 from common.records.run_lines import Traces
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 
 def job(root: Path, share: float) -> JobData:

@@ -29,10 +29,10 @@ from common.mesh.runtime.seams import Seams
 from services.engine.kv.moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
 from services.engine.service import EngineService
 from sim.engines.simulated import SimulatedEngine
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder
 from tests.unit.common.generation.test_torch_engine import words

@@ -15,9 +15,9 @@ from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
 from meshrl.launch.services.absolving import PATIENCE_S, PROGRESS_S, absolved
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.unit.node.test_failing_roles import DOCUMENT
 
 SPEC = ChildSpec("rollout/job/0", [])

@@ -19,9 +19,9 @@ from common.records.token_record import TokenRows
 from services.rollout.record.group_commit import WINDOW_S, GroupCommit
 from services.rollout.record.staging import OpenRequest
 from services.rollout.trajectories.trajectory import Trajectory
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 
 RUNNING, STOP, ABORTED = Finish.RUNNING, Finish.STOP, Finish.ABORTED

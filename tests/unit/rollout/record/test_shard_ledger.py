@@ -20,9 +20,9 @@ from common.records.token_record import MEMBER_BITS, TokenRows
 from common.state import events, groups, jobs, registry, steps
 from meshrl.view.recording.audit import without_fate
 from services.rollout.record.shard_ledger import ShardLedger
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 
 JOB = "j"

@@ -22,10 +22,10 @@ from services.rollout.rewards import scoring
 from services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
 from services.rollout.trajectories.trajectory import Trajectory
 from services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels, quoted
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in
 from tests.unit.common.model.chatting import qwen3_tokenizer

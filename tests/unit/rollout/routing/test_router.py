@@ -26,10 +26,10 @@ from services.rollout.routing.router import Router
 from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
 from services.rollout.trajectories.trajectory import Trajectory, Turn
 from sim.engines.simulated import SimulatedEngine
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in
 from tests.unit.common.generation.test_torch_engine import words

@@ -8,10 +8,10 @@ import pytest
 
 from common.state.pool.demand.needs import Need
 from common.state.pool.placing.decisions import Form
+from loadtests.simulator.paced import spec_of
 from services.planner.decide import decide
 from sim.cluster.model.cluster import Cluster, SimFailure, SimHosts
 from sim.cluster.model.job import JobSpec
-from sim.cluster.paced import spec_of
 from sim.drift import Drift
 from sim.mesh.job.workload import PacedWorkload
 

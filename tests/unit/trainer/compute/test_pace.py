@@ -15,9 +15,9 @@ from services.trainer.compute.padding import Padding
 from services.trainer.compute.piece_runner import PieceRunner
 from services.trainer.gang.compute import Compute
 from services.trainer.ranks.rank import Rank
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner
 
 PACE = TrainingPace(tokens_per_s=100.0, update_s=2.0)

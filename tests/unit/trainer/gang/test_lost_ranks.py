@@ -12,10 +12,10 @@ from common.base.random import Random
 from common.state import events, registry
 from common.state.redis.client import State
 from services.trainer.gang.lost_ranks import LOSSES, RankLosses
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.redis.state import simulated_as
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 LOST = RankLost("rank 1 does not answer")
 

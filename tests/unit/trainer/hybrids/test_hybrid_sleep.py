@@ -16,9 +16,9 @@ from common.state.pool.workers.seat import Seat
 from services.trainer.arithmetic.learner import Learner
 from services.trainer.hybrids.hybrid import Hybrid
 from services.trainer.initial.beginning import fresh_learner
-from sim.host import SimulatedHost
 from sim.loop import run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.tiers.bench import configured
 

@@ -20,9 +20,9 @@ from common.state.pool.workers.rows import Tier
 from common.state.pool.workers.seat import Seat
 from services.trainer.ranks.actor import RankActor
 from services.trainer.ranks.rank import Rank
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 GENERATION = 3
 

@@ -17,9 +17,9 @@ from common.job.config import (
 )
 from common.state import jobs
 from services.trainer.steps.evaluation_gate import evaluated
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 HOLD_S = 60.0
 

@@ -29,11 +29,11 @@ from services.rollout.record.finished_groups import hand_in
 from services.trainer.steps.batch import Refill, staleness
 from services.trainer.steps.intake import Intake
 from services.weights.store import WeightStore
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import alone, on_sockets
+from tests.simulated_host import SimulatedHost
 from tests.unit.common.base.files.harms import flip
 from tests.unit.trainer.steps.groups_under_test import group, job
 

@@ -14,9 +14,9 @@ from common.job.bundle.job_data import JobData
 from common.job.config import JobConfig, TrackingConfig
 from common.mesh.telemetry.stopwatch import UNTIMED
 from services.trainer.steps.timing import StepTimes
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 Story = Callable[[StepTimes, VirtualClock], Awaitable[None]]
 

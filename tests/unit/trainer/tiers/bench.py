@@ -31,9 +31,9 @@ from services.trainer.core.core import TrainerCore
 from services.trainer.gang.compute import Compute
 from services.trainer.initial.beginning import adapt, fresh_learner
 from services.trainer.ranks.rank import Rank
-from sim.host import SimulatedHost
 from sim.network import MemoryNetwork, MemoryTransport
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import group, job
 

@@ -12,9 +12,9 @@ from common.mesh.process.supervision.lease_watch import GRACE_S, LeaseWatch
 from common.state import registry
 from common.state.redis.client import State
 from common.state.registry import Entry
-from sim.host import SimulatedChannel, SimulatedHost
 from sim.loop import run_virtual
 from sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedChannel, SimulatedHost
 
 TTL_MS = 6000
 

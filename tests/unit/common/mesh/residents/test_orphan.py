@@ -8,9 +8,9 @@ from typing import cast
 from common.base.random import Random
 from common.mesh.residents.orphan import ORPHAN_S, until_orphaned
 from common.state import registry
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, VirtualLoop, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 LEASE_MS = 6000
 

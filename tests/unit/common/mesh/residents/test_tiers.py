@@ -12,9 +12,9 @@ from common.base.host.settings import kept_file
 from common.base.random import Random
 from common.mesh.residents.tiers import Keep, Take, Tiers
 from common.state.pool.workers.rows import Tier
-from sim.host import SimulatedHost
 from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
 
 BYTES = 100
 

@@ -6,7 +6,7 @@ from common.job.config import PlannerConfig
 from common.job.pace import profile, training_profile
 from sim.cluster.model.job import JobSpec
 from sim.cluster.model.speeds import PacedSpeed
-from sim.cluster.model.trained import PacedTraining
+from sim.cluster.model.training import PacedTraining
 from sim.cluster.model.workload import LogNormal
 from sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
 

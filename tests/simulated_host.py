@@ -23,9 +23,9 @@ from common.mesh.process.ends.limits import Room
 from common.mesh.process.handle import Child, Usage
 from common.mesh.process.host import own_start_time, replace_file
 from common.mesh.process.starting import PLAIN, Spawning
+from sim.machine import PLENTY
 
 T = TypeVar("T")
-PLENTY = Room(memory=1 << 40, disk=1 << 40)
 
 
 class SimulatedExit(BaseException):
