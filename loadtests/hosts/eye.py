@@ -21,7 +21,7 @@ from common.state.redis.client import State
 from loadtests.jobs.mesh import workers_by_job
 from loadtests.measuring.entry import tell
 from meshrl.directory.places import MeshPlace
-from meshrl.view.mesh.diagnosing import read_writable
+from meshrl.view.mesh.snapshot import read_writable
 from meshrl.view.mesh.stalled import diagnose
 
 LOOK_S = 0.4

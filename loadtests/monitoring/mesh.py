@@ -15,8 +15,7 @@ import psutil
 
 from loadtests.measuring.commands import COMMAND_S, meshrl
 from loadtests.measuring.meshed import living
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace, running_launcher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PORTS = 40  # of a host: a head with a few jobs takes thirty

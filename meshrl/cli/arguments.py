@@ -121,6 +121,13 @@ HealthOption = Annotated[
         help="Where this host as a whole serves /livez, /readyz and /metrics; default: nowhere.",
     ),
 ]
+MetricsOption = Annotated[
+    str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
+]
+Root = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Where this host keeps its files; default .meshrl."),
+]
 MeshOption = Annotated[
     Path | None,
     typer.Option(
@@ -142,9 +149,12 @@ SamplingSeed = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Default: another each time.")
 ]
 StepOfModel = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="That step's model; default: the last.")
+    int | None,
+    typer.Option("--step", metavar="N", help="Of a run: that step's model; default: the last."),
 ]
-BestModel = Annotated[bool, typer.Option("--best", help="The model that evaluation found best.")]
+BestModel = Annotated[
+    bool, typer.Option("--best", help="Of a run: the one that evaluation found best.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
 
 

@@ -254,12 +254,10 @@ def top(
 
         meshrl top --json
     """
-    if token and not mesh:
-        from meshrl.run.following import top_by_token as by_token
-
-        raise typer.Exit(by_token.top(token, once, json))
     from meshrl.run.following import top as showing
 
+    if token and not mesh:
+        raise typer.Exit(showing.top_by_token(token, once, json))
     raise typer.Exit(showing.top(run, mesh, once, json))
 
 
@@ -289,6 +287,6 @@ def logs(
 
         meshrl logs runs/calculator trainer/calculator
     """
-    from meshrl.commands.logs import showing as printing
+    from meshrl.commands import logs as printing
 
     printing.show(names or [], mesh, lines, follow, listed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,18 +12,16 @@ from meshrl.cli.arguments import (
     Foreground,
     HealthOption,
     MeshOption,
+    MetricsOption,
     NoWorkers,
     RateDown,
     RateUp,
+    Root,
     Services,
     app,
 )
 
 DRAIN_S = 60.0  # at most: a job's core moves when a checkpoint has it
-Root = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Where this host keeps its files; default .meshrl."),
-]
 Name = Annotated[
     str, typer.Argument(metavar="HOST", help="As in `meshrl hosts`, or how its name begins.")
 ]
@@ -89,9 +86,7 @@ def join(
     ] = 64.0,
     rate_up: RateUp = 0.0,
     rate_down: RateDown = 0.0,
-    metrics: Annotated[
-        str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
-    ] = "127.0.0.1:*",
+    metrics: MetricsOption = "127.0.0.1:*",
     standby: Annotated[
         bool, typer.Option(help="Whether a planner may stand by here, for the head's.")
     ] = True,
@@ -151,7 +146,8 @@ def join(
     from meshrl.launch.hosts import joining
     from meshrl.launch.hosts.returning import Offer
 
-    named = {name for name in context.params if _is_named(context, name)}
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    named = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
     slots = 0 if no_workers and "workers" not in named else workers
 
     def coming() -> int:
@@ -178,11 +174,6 @@ def join(
         return joining.join(token, root, offer, foreground, head, health, drain_s)
 
     raise typer.Exit(ended(coming) if foreground else coming())
-
-
-def _is_named(context: typer.Context, parameter: str) -> bool:
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name != "DEFAULT"
 
 
 @app.command(rich_help_panel="Hosts")
@@ -213,9 +204,9 @@ def hosts(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl hosts
     """
-    from meshrl.commands.hosts import showing
+    from meshrl.commands import hosts as commands
 
-    showing.show(mesh, json)
+    commands.show(mesh, json)
 
 
 @app.command(rich_help_panel="Hosts")
@@ -240,12 +231,12 @@ def drain(
 
         meshrl drain gpu2 --off
     """
-    from meshrl.commands.hosts import draining
+    from meshrl.commands import hosts as commands
 
     if off:
-        draining.undrain(host, json, mesh)
+        commands.undrain(host, json, mesh)
     else:
-        draining.drain(host, wait, timeout, json, mesh)
+        commands.drain(host, wait, timeout, json, mesh)
 
 
 keys = Commands(
@@ -265,9 +256,9 @@ def _keys(context: typer.Context, json: AsJson = False, mesh: MeshOption = None)
         meshrl keys revoke gpu2-1f3a9c
     """
     if context.invoked_subcommand is None:
-        from meshrl.commands.hosts import keys as showing
+        from meshrl.commands import keys as commands
 
-        showing.show(mesh, json)
+        commands.show(mesh, json)
 
 
 @keys.command("list")
@@ -278,9 +269,9 @@ def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl keys list
     """
-    from meshrl.commands.hosts import keys as showing
+    from meshrl.commands import keys as commands
 
-    showing.show(mesh, json)
+    commands.show(mesh, json)
 
 
 @keys.command()
@@ -300,6 +291,6 @@ def revoke(
 
         meshrl keys revoke gpu2-1f3a9c
     """
-    from meshrl.commands.hosts import keys as revoking
+    from meshrl.commands import keys as commands
 
-    revoking.revoke(which, mesh)
+    commands.revoke(which, mesh)

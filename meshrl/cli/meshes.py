@@ -13,9 +13,11 @@ from meshrl.cli.arguments import (
     Foreground,
     HealthOption,
     MeshOption,
+    MetricsOption,
     NoWorkers,
     RateDown,
     RateUp,
+    Root,
     Services,
     TokenOption,
     app,
@@ -31,14 +33,10 @@ def up(
     device: Annotated[str, typer.Option(help="What workers are: cpu, or cuda.")] = "cpu",
     no_workers: NoWorkers = False,
     services: Services = None,
-    root: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where it keeps its files; default .meshrl.")
-    ] = None,
+    root: Root = None,
     bind: Annotated[str, typer.Option(help="Where every process listens.")] = "tcp://127.0.0.1:*",
     advertise: Annotated[str, typer.Option(help="What it tells others; default: `bind`.")] = "",
-    metrics: Annotated[
-        str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
-    ] = "127.0.0.1:*",
+    metrics: MetricsOption = "127.0.0.1:*",
     config: Annotated[
         Path | None,
         typer.Option(
@@ -170,9 +168,9 @@ def move(
 
         meshrl move w1 training
     """
-    from meshrl.commands import status as commands
+    from meshrl.client.client import request
 
-    commands.move(worker, role, job, mesh)
+    print(request(lambda client: client.move(worker, role, job), mesh))
 
 
 @app.command(rich_help_panel="Meshes")
@@ -214,9 +212,10 @@ def delete(
 
         meshrl delete calculator
     """
-    from meshrl.commands import status as commands
+    from meshrl.client.client import request
 
-    commands.delete(job, mesh, token)
+    request(lambda client: client.delete(job), mesh, token)
+    print(f"{job} is deleted; its run directory stays")
 
 
 @app.command(rich_help_panel="Help")

@@ -55,9 +55,18 @@ def run(
     found = jobfile.read(job, overrides(set_, seed))
     mesh_checks.check(found)
     if dry_run:
-        from meshrl.commands import dryrun
+        from meshrl.job.toml.writing import to_toml
+        from meshrl.launch.services import plan
+        from meshrl.view.live import printing
+        from meshrl.view.terminal import Console
 
-        dryrun.show(found.config)
+        # The job goes to the standard output, to be redirected into a file and run.
+        print(to_toml(found.config.document()), end="")
+        table = printing.table("process", "what it does")
+        table.title, table.title_justify = "processes", "left"
+        for row in plan.described(found.config):
+            table.add_row(*row)
+        Console(stderr=True).print(table)
         return
     from meshrl.run import session
 
@@ -133,21 +142,19 @@ def submit(
 
         meshrl submit job.toml --token alice.token
     """
-    from meshrl.commands import status as commands
+    from meshrl.client import checked
+    from meshrl.client.client import request
 
-    commands.submit(job, overrides(set_, seed), force, mesh, token)
+    found = checked.job_file(job, overrides(set_, seed), None)
+    handle = request(lambda c: c.submit(found, job_file=job, force=force), mesh, token)
+    print(f"submitted {handle.name}; its run directory is {handle.run_dir}")
 
 
 @app.command(rich_help_panel="Runs")
 def export(
     run: Run,
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of a step that is still kept; default: the last one."),
-    ] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="The version that evaluation found best.")
-    ] = False,
+    step: StepOfModel = None,
+    best: BestModel = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: RUN/model, or RUN/model-N.")
     ] = None,
@@ -162,9 +169,10 @@ def export(
         meshrl export runs/calculator --step 12
     """
     if token and not (run / "job.json").is_file():
-        from meshrl.commands import by_token
+        from meshrl.client.client import request
 
-        raise typer.Exit(by_token.export(token, str(run), step, best, out))
+        print(request(lambda c: c.weights(str(run), step, best=best, out=out), token=token))
+        return
     from meshrl.directory import exporting
 
     raise typer.Exit(exporting.export(run, step, best, out))
@@ -177,12 +185,8 @@ def evaluate(
     ],
     job: Job,
     set_: Set = None,
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Of a run: that step's; default: the last.")
-    ] = None,
-    best: Annotated[
-        bool, typer.Option("--best", help="Of a run: what its evaluations found best.")
-    ] = False,
+    step: StepOfModel = None,
+    best: BestModel = False,
     json: AsJson = False,
 ) -> None:
     """Evaluates a model on the held-out rows and evaluation datasets of a job, and trains nothing.

@@ -48,7 +48,7 @@ def create(
 
         meshrl token create --host --uses 0 --hours 720 --out gpus.token
     """
-    from meshrl.commands.access import tokens
+    from meshrl.commands import tokens
 
     if host:
         tokens.create_for_host(name, hours, uses, out, mesh)
@@ -66,7 +66,7 @@ def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
 
         meshrl token list
     """
-    from meshrl.commands.access import tokens
+    from meshrl.commands import tokens
 
     tokens.show(mesh, json)
 
@@ -83,7 +83,7 @@ def revoke(
 
         meshrl token revoke alice
     """
-    from meshrl.commands.access import tokens
+    from meshrl.commands import tokens
 
     tokens.revoke(name, mesh)
 
@@ -113,6 +113,6 @@ def secrets(
 
         meshrl secrets secrets --head head:7199 --exposed mesh.example.org --redis redis
     """
-    from meshrl.commands.access import secret_files
+    from meshrl.commands import tokens
 
-    secret_files.make(directory, head, exposed, redis, days)
+    tokens.make_secrets(directory, head, exposed, redis, days)

@@ -42,9 +42,9 @@ def _weights(
     if not explain:
         print(context.get_help())
         return
-    from meshrl.commands.weights import explaining
+    from meshrl.commands import weights as commands
 
-    explaining.explain(run, mesh, json)
+    commands.explain(run, mesh, json)
 
 
 @weights.command("list")
@@ -59,9 +59,9 @@ def list_(
 
         meshrl weights list --json
     """
-    from meshrl.commands.weights import showing
+    from meshrl.commands import weights as commands
 
-    showing.show(run, mesh, token, json)
+    commands.show(run, mesh, token, json)
 
 
 @weights.command()
@@ -79,9 +79,9 @@ def pin(
 
         meshrl weights pin runs/calculator 12 --note "of the paper"
     """
-    from meshrl.commands.weights import showing
+    from meshrl.commands import weights as commands
 
-    showing.pin(run, version, note, mesh, token, json)
+    commands.pin(run, version, note, mesh, token, json)
 
 
 @weights.command()
@@ -98,9 +98,9 @@ def unpin(
 
         meshrl weights unpin runs/calculator 12
     """
-    from meshrl.commands.weights import showing
+    from meshrl.commands import weights as commands
 
-    showing.unpin(run, version, mesh, token, json)
+    commands.unpin(run, version, mesh, token, json)
 
 
 @weights.command()
@@ -122,9 +122,9 @@ def export(
 
         meshrl weights export runs/calculator best --out s3://models/calculator
     """
-    from meshrl.commands.weights import showing
+    from meshrl.commands import weights as commands
 
-    showing.export(run, version, out, mesh, json)
+    commands.export(run, version, out, mesh, json)
 
 
 @weights.command("import")
@@ -149,9 +149,9 @@ def import_(
 
         meshrl weights import Qwen2.5-0.5B --out runs/base --dtype bfloat16
     """
-    from meshrl.commands.weights import showing
+    from meshrl.commands import weights as commands
 
-    showing.import_(directory, out, dtype, json)
+    commands.import_(directory, out, dtype, json)
 
 
 @weights.command()
@@ -177,6 +177,6 @@ def diff(
 
         meshrl weights diff runs/calculator 0 best --json
     """
-    from meshrl.commands.weights import showing
+    from meshrl.commands import weights as commands
 
-    showing.diff(run, first, second, other, most, mesh, json)
+    commands.diff(run, first, second, other, most, mesh, json)

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from common.api.gateway import JobState
 from common.base.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, StateUnavailable
 from common.job.config import JobConfig
 from common.state.events import Event
-from meshrl.client.transport import ClientTransport
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.snapshot import MeshSnapshot
+
+if TYPE_CHECKING:
+    from meshrl.client.local import LocalTransport
+    from meshrl.client.remote import RemoteTransport
 
 T = TypeVar("T")
 
@@ -46,7 +49,7 @@ class Client:
     def __init__(self, mesh: Path | str | None = None, token: Path | str | None = None) -> None:
         self._mesh = Path(mesh) if mesh is not None else None
         self._token = token or (os.environ.get(TOKEN_ENV) if mesh is None else None)
-        self._opened: ClientTransport | None = None
+        self._opened: LocalTransport | RemoteTransport | None = None
 
     async def __aenter__(self) -> Client:
         if self._mesh is not None and self._token:
@@ -73,7 +76,7 @@ class Client:
             await opened.close()
 
     @property
-    def _transport(self) -> ClientTransport:
+    def _transport(self) -> LocalTransport | RemoteTransport:
         if self._opened is None:
             raise ConfigError("the client is not open", fix="Write: async with Client() as client")
         return self._opened
@@ -143,17 +146,12 @@ class Client:
         """How a job stands once it is over. DeadlineExceeded after `timeout_s`; NotFound. A
         mesh that does not answer is waited for (PATIENCE_S).
         """
-        if timeout_s is None:
-            return await self._until_over(name)
         async with _within(timeout_s, f"{name} to be over"):
-            return await self._until_over(name)
-
-    async def _until_over(self, name: str) -> JobState:
-        while True:
-            found = await _patiently(partial(self.job, name))
-            if found.over:
-                return found
-            await asyncio.sleep(POLL_S)
+            while True:
+                found = await _patiently(partial(self.job, name))
+                if found.over:
+                    return found
+                await asyncio.sleep(POLL_S)
 
     async def stop(self, name: str) -> bool:
         """Ends a job cleanly; what it has made stays. False: it had ended already. NotFound."""
@@ -272,7 +270,7 @@ async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 @asynccontextmanager
-async def _within(deadline_s: float, what: str) -> AsyncIterator[None]:
+async def _within(deadline_s: float | None, what: str) -> AsyncIterator[None]:
     """DeadlineExceeded when the block takes longer; errors of ours pass as they are."""
     try:
         async with asyncio.timeout(deadline_s):
@@ -281,3 +279,15 @@ async def _within(deadline_s: float, what: str) -> AsyncIterator[None]:
         if isinstance(error, MeshError):
             raise
         raise DeadlineExceeded(f"{what} took more than {deadline_s:g} s") from error
+
+
+def request(
+    question: Callable[[Client], Awaitable[T]], mesh: Path | None = None, token: str | None = None
+) -> T:
+    """Return what a mesh answers to a caller that waits: the named one, or that of the token."""
+
+    async def answered() -> T:
+        async with Client(mesh, None if mesh else token) as client:
+            return await question(client)
+
+    return asyncio.run(answered())

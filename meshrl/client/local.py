@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common.api.gateway import JobState, SubmittedJob
 from common.base.clock import SystemClock
-from common.base.errors import NotFound, Refused
+from common.base.errors import NotFound, Refused, StateUnavailable
+from common.base.host.settings import MeshSettings
+from common.job.isolation import containment
+from common.job.run_names import free_name
 from common.state import events, jobs
 from common.state.events import Event
 from common.state.lifecycle import deleting
 from common.state.lifecycle.following import happened, standing
+from common.state.pool.demand.needs import need_of
 from common.state.pool.placing.snapshot import PoolRequest
 from common.state.pool.store import store as pool
+from common.state.pool.store.fitting import refuse_what_never_fits
 from common.state.pool.workers.rows import Role
 from common.state.redis.client import State
-from meshrl.client.submitting import submit
 from meshrl.directory import exporting, places, versions
-from meshrl.directory.asking import answered
+from meshrl.directory.asking import ANSWER_S, answered, ask
+from meshrl.directory.claims import claimed, writing
 from meshrl.directory.places import MeshPlace
+from meshrl.job.bundle import pack_run
 from meshrl.job.loaded import JobFile
+from meshrl.job.model_files import size
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh
 
 CONNECT_S = 10.0
@@ -34,7 +39,7 @@ ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)
 
 
 class LocalTransport:
-    """The mesh at `place`, by its `state`; see `ClientTransport`."""
+    """The mesh at `place`, by its `state`, asked as `Client` describes."""
 
     def __init__(self, place: MeshPlace, state: State) -> None:
         self._place, self._state, self._clock = place, state, SystemClock()
@@ -43,9 +48,8 @@ class LocalTransport:
     async def open(cls, mesh: Path | None) -> LocalTransport:
         """The mesh that is meant; NotFound, StateUnavailable when it does not run."""
         place = places.find_mesh(mesh)
-        url = place.redis_url
-        state = await answered(place, State.open(url, connect_s=CONNECT_S))
-        return cls(place, state)
+        opening = State.open(place.redis_url, connect_s=CONNECT_S)
+        return cls(place, await answered(place, opening))
 
     async def close(self) -> None:
         await self._state.close()
@@ -93,42 +97,57 @@ class LocalTransport:
         for _ in range(round(VERDICT_S / POLL_S)):
             await asyncio.sleep(POLL_S)
             for event in await events.read_all(self._state, since):
-                if event.kind == "move_declined" and event.fields["op"] == op_id:
-                    raise Refused(event.fields["reason"])
-                if event.kind == "move_settled" and event.fields["op"] == op_id:
+                kind, told = event.kind, event.fields
+                if kind not in ("move_declined", "move_settled", "desired") or told["op"] != op_id:
+                    continue
+                if kind == "move_declined":
+                    raise Refused(told["reason"])
+                if kind == "move_settled":
                     return f"{worker} has that role already"
-                if event.kind == "desired" and event.fields["op"] == op_id:
-                    role = event.fields["role"]
-                    return (
-                        f"{worker} is to take the role {role}; `meshrl workers` shows when it has"
-                    )
+                role = f"the role {told['role']}"
+                return f"{worker} is to take {role}; `meshrl workers` shows when it has"
         return f"the planner has not decided on {worker} yet; `meshrl workers` shows it when it has"
 
     async def weights(self, name: str, step: int | None, best: bool, out: Path) -> Path:
         run_dir = Path((await self.job(name)).run_dir)
-        code, _, said = await _run(exporting.command(run_dir, out, step, best))
+        code, _, said = await versions.ran(exporting.command(run_dir, out, step, best))
         if code != 0:
             raise NotFound(exporting.complaint(said))
         return out
 
     async def on_versions(self, name: str, act: str, version: str, note: str) -> dict[str, Any]:
         run_dir = (await self.job(name)).run_dir
-        _, said, complained = await _run(
-            versions.command(versions.words(act, run_dir, version, note))
-        )
+        words = versions.words(act, run_dir, version, note)
+        _, said, complained = await versions.ran(versions.command(words))
         return versions.answer(said, complained)
 
 
-async def _run(words: Sequence[str]) -> tuple[int, str, str]:
-    """The exit status of a process, and what it said and complained of."""
-    process = await asyncio.create_subprocess_exec(
-        *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        said, complained = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    code = process.returncode or 0
-    return code, said.decode(errors="replace"), complained.decode(errors="replace")
+def submit(found: JobFile, force: bool, place: MeshPlace, job_file: Path | None) -> SubmittedJob:
+    """Packs the job into a new run directory and submits it; see `claims.claimed`."""
+    config = found.config
+    if not MeshSettings.from_file(place.settings).joinable:  # there is one host: this one
+        containment.require(config)
+
+    async def taken(state: State) -> set[str]:
+        await refuse_what_never_fits(state, need_of(config.document(), size(config)))
+        return {row.id for row in await jobs.jobs(state)}
+
+    job = free_name(config.name, ask(place, taken, ANSWER_S))
+    with claimed(config, force) as claim:
+        run_dir = claim.directory
+        with writing(run_dir):
+            about = {"job": job, "mesh": str(place.root)}
+            document = pack_run(config, found.base, run_dir, about, job_file)
+            (run_dir / "store").symlink_to(place.root / "store")  # where the mesh keeps its weights
+
+        async def hand_over(state: State) -> None:
+            await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+
+        try:
+            ask(place, hand_over, ANSWER_S)
+        except StateUnavailable:  # perhaps the mesh has the job all the same
+            claim.keep()
+            raise
+        claim.keep()
+        claim.replace()
+    return SubmittedJob(job, str(run_dir))

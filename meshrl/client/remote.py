@@ -41,7 +41,7 @@ AT_ONCE = 4  # pieces on their way: enough to fill a link over some distance
 
 
 class RemoteTransport:
-    """The mesh that a token reaches; see `ClientTransport`."""
+    """The mesh that a token reaches, asked as `Client` describes."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -51,7 +51,12 @@ class RemoteTransport:
         """The mesh of a token, at `$MESHRL_GATEWAY` where that is set; NotAllowed when the token is
         not good any more, PeerLost without a mesh.
         """
-        line = Line(_reached_from_here(ticket.read(token)))
+        found = ticket.read(token)
+        # One token serves inside of a cluster and through a tunnel to it, by another name each.
+        if there := os.environ.get(GATEWAY_ENV):
+            address = ticket.named(there, ticket.GATEWAY_PORT, f"${GATEWAY_ENV}")
+            found = replace(found, address=address)
+        line = Line(found)
         line.open()
         try:
             await line.call(Gateway.jobs, ListJobs(), REACH_S)
@@ -116,7 +121,10 @@ class RemoteTransport:
         with _appearing(out) as scratch:
             model = await self._line.call(Gateway.model, want)
             for file, (size, digest) in model.files.items():
-                place = scratch / _inside(file)
+                path = PurePosixPath(file)
+                if path.is_absolute() or ".." in path.parts or not path.parts:
+                    raise Damaged(f"{file!r:.300} is no name of a file of a model")
+                place = scratch / path
                 place.parent.mkdir(parents=True, exist_ok=True)
                 await self._fetch(ReadModelFile(name, model.name, file, 0), place, size)
                 if await asyncio.to_thread(digest_of_file, place) != digest:
@@ -125,8 +133,7 @@ class RemoteTransport:
 
     async def on_versions(self, name: str, act: str, version: str, note: str) -> dict[str, Any]:
         asked = VersionsRequest(name, act, version, note)
-        told = await self._line.call(Gateway.versions, asked)
-        answer: dict[str, Any] = told.answer
+        answer: dict[str, Any] = (await self._line.call(Gateway.versions, asked)).answer
         return answer
 
     async def _fetch(self, first: ReadModelFile, place: Path, size: int) -> None:
@@ -137,15 +144,6 @@ class RemoteTransport:
                 if not content:
                     raise Damaged(f"{first.name} ends early", fix="Fetch it again")
                 file.write(content)
-
-
-def _reached_from_here(found: ticket.Ticket) -> ticket.Ticket:
-    """One token serves inside of a cluster and through a tunnel to it, by another name each."""
-    there = os.environ.get(GATEWAY_ENV)
-    if not there:
-        return found
-    address = ticket.named(there, ticket.GATEWAY_PORT, f"${GATEWAY_ENV}")
-    return replace(found, address=address)
 
 
 def _pieces(directory: Path, files: Iterable[str], size: int) -> Iterator[tuple[str, int, bytes]]:
@@ -174,11 +172,3 @@ def _appearing(out: Path) -> Iterator[Path]:
         scratch.rename(out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _inside(name: str) -> str:
-    """The name of a file of a model, which lies inside of its directory."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise Damaged(f"{name!r:.300} is no name of a file of a model")
-    return name

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from common.api.gateway import JobState
 from common.base.errors import DeadlineExceeded, Refused
 from common.state.jobs import Phase
-from meshrl.client.blocking import request
-from meshrl.client.client import Client
+from meshrl.client.client import Client, request
 from meshrl.run.outcome import FAILED, FINISHED, STOPPED
 from meshrl.run.waiting import TIMED_OUT
 from meshrl.view.history import decisions
@@ -65,12 +63,6 @@ def cancel(token: str, name: str, as_json: bool) -> int:
     if not changed and state.phase != Phase.STOPPED:
         raise Refused(f"{name} has {state.phase} already: there is nothing to cancel")
     _print(state, as_json)
-    return 0
-
-
-def export(token: str, name: str, step: int | None, best: bool, out: Path | None) -> int:
-    """Fetches a version of a job's model."""
-    print(request(lambda c: c.weights(name, step, best=best, out=out), token=token))
     return 0
 
 

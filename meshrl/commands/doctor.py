@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -57,14 +58,15 @@ def show() -> int:
 def examine() -> Iterator[Remark]:
     """One line for each thing a mesh wants. Nothing that a check starts outlives it."""
     checks: list[Callable[[], Remark]] = [
-        _python,
+        lambda: Remark(OK, "python", f"{platform.python_version()} ({sys.executable})"),
         _torch,
         _threads,
         _redis,
         kernels,
         _compiler,
-        _engine,
-        _training,
+        # Which paths the built-in engine and training passes take on a CPU, and why.
+        partial(_native, "engine", "torch eager", "decoder"),
+        partial(_native, "training", "torch's operators", *build.TRAINING),
         _sglang,
         _isolation,
         _runsc,
@@ -97,11 +99,6 @@ def _writable() -> Remark:
         fix = f"{own}, where a mesh is by default, is not: --root DIR, or a volume there"
         return Remark(NOTE, "writable", found, f"{fix} with MESHRL_HOME=DIR")
     return Remark(OK, "writable", found)
-
-
-def _python() -> Remark:
-    found = f"{platform.python_version()} ({sys.executable})"
-    return Remark(OK, "python", found)
 
 
 def _torch() -> Remark:
@@ -162,16 +159,6 @@ def _compiler() -> Remark:
         "none",
         "apt-get install g++; decoding on a CPU is several times slower without",
     )
-
-
-def _engine() -> Remark:
-    """Which path the built-in engine takes on a CPU, and why."""
-    return _native("engine", "torch eager", "decoder")
-
-
-def _training() -> Remark:
-    """Which path training passes take on a CPU, and why."""
-    return _native("training", "torch's operators", *build.TRAINING)
 
 
 def _native(what: str, otherwise: str, *libraries: str) -> Remark:

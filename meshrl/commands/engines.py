@@ -29,7 +29,17 @@ def install(name: str, directory: Path | None) -> Path:
             fix="Name another folder with --dir",
         )
     if installed(place, name) != PACKAGES[name]:
-        _build(place, f"{name}=={PACKAGES[name]}")
+        if place.exists() and not (place / "pyvenv.cfg").is_file() and any(place.iterdir()):
+            raise ConfigError(
+                f"{place} is not empty and no virtual environment", fix="Name another with --dir"
+            )
+        pip = [str(interpreter(place)), "-m", "pip", "install", f"{name}=={PACKAGES[name]}"]
+        for step in ([sys.executable, "-m", "venv", str(place)], pip):
+            if code := subprocess.run(step).returncode:
+                raise ConfigError(
+                    f"`{' '.join(step)}` ended with status {code}",
+                    fix="Its own output says why; the same command again goes on from there",
+                )
     ours = doctor.kernels()
     if ours.level == doctor.BAD:
         raise ConfigError(f"kernels is {ours.found}", fix=ours.fix)
@@ -41,20 +51,3 @@ def installed(place: Path, name: str) -> str:
     paths = [str(path) for path in place.glob("lib/python*/site-packages")]
     found = next(iter(importlib.metadata.distributions(name=name, path=paths)), None)
     return found.version if found is not None and interpreter(place).exists() else ""
-
-
-def _build(place: Path, requirement: str) -> None:
-    if place.exists() and not (place / "pyvenv.cfg").is_file() and any(place.iterdir()):
-        raise ConfigError(
-            f"{place} is not empty and no virtual environment", fix="Name another with --dir"
-        )
-    steps = (
-        [sys.executable, "-m", "venv", str(place)],
-        [str(interpreter(place)), "-m", "pip", "install", requirement],
-    )
-    for step in steps:
-        if code := subprocess.run(step).returncode:
-            raise ConfigError(
-                f"`{' '.join(step)}` ended with status {code}",
-                fix="Its own output says why; the same command again goes on from there",
-            )

@@ -24,7 +24,13 @@ def show(look: Path | None, explain: bool, as_json: bool, mesh: Path | None) -> 
     """Prints a look, or what would be decided of it; the exit status. `look` is a file that this
     has printed before; None: the mesh is looked at.
     """
-    text = json.dumps(_look(mesh), indent=2) if look is None else _read(look)
+    if look is None:
+        text = json.dumps(ask(find_mesh(mesh), _look, ANSWER_S), indent=2)
+    else:
+        try:
+            text = look.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the look cannot be read: {error}", where=str(look)) from error
     if not explain:
         print(text)
         return 0
@@ -33,21 +39,10 @@ def show(look: Path | None, explain: bool, as_json: bool, mesh: Path | None) -> 
     return said.returncode
 
 
-def _look(mesh: Path | None) -> dict[str, Any]:
+async def _look(state: State) -> dict[str, Any]:
     """As the leader sees it: who asks takes the leader's token, and writes nothing by it."""
-
-    async def asked(state: State) -> dict[str, Any]:
-        owner, token = await leader.leader(state, PLANNER)
-        if not owner:
-            raise StateUnavailable("no planner leads at the moment", fix="Ask again in a second")
-        found = await pool.look(state, token)
-        return {"snapshot": snapshot_document(found.snapshot), "memory": found.memory}
-
-    return ask(find_mesh(mesh), asked, ANSWER_S)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the look cannot be read: {error}", where=str(path)) from error
+    owner, token = await leader.leader(state, PLANNER)
+    if not owner:
+        raise StateUnavailable("no planner leads at the moment", fix="Ask again in a second")
+    found = await pool.look(state, token)
+    return {"snapshot": snapshot_document(found.snapshot), "memory": found.memory}

@@ -34,7 +34,16 @@ def run(
 ) -> int:
     """The exit status; without a scenario and a run those that are here are named."""
     if scenario in ALONE:
-        return _alone(scenario, any((what_if, changes, out, run_dir)))
+        words, _ = ALONE[scenario]
+        lacking = ""
+        if any((what_if, changes, out, run_dir)):
+            lacking = f"takes no options: python -m {words[0]} --help"
+        elif importlib.util.find_spec(words[0].partition(".")[0]) is None:
+            lacking = f"needs a checkout of MeshRL: python -m {words[0]} there"
+        if lacking:
+            print(f"{scenario} {lacking}", file=sys.stderr)
+            return 2
+        return subprocess.run([sys.executable, "-m", *words], check=False).returncode
     words = [sys.executable, "-m", "sim.cluster", *([scenario] if scenario else [])]
     words += [f"--from={run_dir}"] if run_dir is not None else []
     words += [f"--what-if={one}" for one in what_if] + [f"--set={one}" for one in changes]
@@ -44,15 +53,3 @@ def run(
         for name, (_, about) in ALONE.items():
             print(f"{name:12} {about}")
     return status
-
-
-def _alone(name: str, more: bool) -> int:
-    """Runs what has no scenario that could be changed."""
-    words, _ = ALONE[name]
-    if more:
-        print(f"{name} takes no options: python -m {words[0]} --help", file=sys.stderr)
-        return 2
-    if importlib.util.find_spec(words[0].partition(".")[0]) is None:
-        print(f"{name} needs a checkout of MeshRL: python -m {words[0]} there", file=sys.stderr)
-        return 2
-    return subprocess.run([sys.executable, "-m", *words], check=False).returncode

@@ -19,34 +19,27 @@ from common.state.pool.store.store import explained
 from common.state.redis.client import State
 from common.state.redis.embedded import without_password
 from common.state.registry import Entry
-from meshrl.client import checked
-from meshrl.client.blocking import request
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.directory.target import may_live, place_of, run_in
 from meshrl.run.outcome import outcome_of
 from meshrl.view import storage
 from meshrl.view.history import decisions, moves
-from meshrl.view.live import hosts_table, printing, tables
+from meshrl.view.live import printing, tables
 from meshrl.view.mesh import gpus
 from meshrl.view.mesh import hosts as standing
-from meshrl.view.mesh.diagnosing import read_writable, stopped_here
 from meshrl.view.mesh.processes import owner
 from meshrl.view.mesh.quiet import doing, working
-from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh, read_troubles
+from meshrl.view.mesh.snapshot import (
+    read_mesh,
+    read_with_troubles,
+    read_writable,
+    stopped_here,
+)
 from meshrl.view.mesh.stalled import JOB_WORD, Stall, diagnose, redis_silent
 from meshrl.view.recording.recorded import judged_moves
 
 QUICK_S = 3.0  # with the start of this program below the 5 s that a stall is named in
-
-
-def submit(
-    job: Path, overrides: list[str], force: bool, mesh: Path | None, token: str | None
-) -> None:
-    found = checked.job_file(job, overrides, None)
-
-    handle = request(lambda c: c.submit(found, job_file=job, force=force), mesh, token)
-    print(f"submitted {handle.name}; its run directory is {handle.run_dir}")
 
 
 def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
@@ -54,11 +47,7 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
     if told(chosen, mesh, as_json):
         return
     place = place_of(chosen, mesh)
-
-    async def look(state: State) -> MeshSnapshot:
-        return await read_troubles(state, await read_mesh(state))
-
-    found = ask(place, look, ANSWER_S)
+    found = ask(place, read_with_troubles, ANSWER_S)
     hosts = standing.rows(found, place)
     if as_json:
         rows = [{k: v for k, v in asdict(row).items() if k != "document"} for row in found.jobs]
@@ -69,13 +58,13 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
             "jobs": rows,
             "processes": [asdict(entry) for entry in found.entries],
             **tables.document(found),
-            "hosts": [host.document for host in hosts],
+            "hosts": [asdict(host) for host in hosts],
             "ended": [ended.document(end) for end in found.ended],
         }
         print(json.dumps(content))
         return
     shown = [tables.jobs(found), tables.processes(found)]
-    shown += [tables.workers(found), hosts_table.table(hosts)]
+    shown += [tables.workers(found), tables.hosts(hosts)]
     console = printing.console(*shown)
     console.print(shown[0])
     for line in tables.whys(found.jobs):
@@ -83,7 +72,8 @@ def status(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
     if len(hosts) > 1:
         console.print(shown[3])
     console.print(shown[1], shown[2])
-    troubles = [*tables.troubles(found), *tables.copy_troubles(found.entries)]
+    troubles = [f"{row.id} failed: {row.error}" for row in found.jobs if row.error]
+    troubles += [*tables.ends(found), *tables.copy_troubles(found.entries)]
     troubles += [*tables.quota_troubles(found.entries), *gpus.troubles(found)]
     for line in troubles:
         console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
@@ -112,15 +102,6 @@ def workers(mesh: Path | None, as_json: bool) -> None:
     else:
         table = tables.workers(found)
         printing.show(table)
-
-
-def move(worker: str, role: str, job: str, mesh: Path | None) -> None:
-    print(request(lambda client: client.move(worker, role, job), mesh))
-
-
-def delete(job: str, mesh: Path | None, token: str | None) -> None:
-    request(lambda client: client.delete(job), mesh, token)
-    print(f"{job} is deleted; its run directory stays")
 
 
 def why(subject: str, mesh: Path | None, as_json: bool) -> None:
@@ -164,26 +145,24 @@ def stalled(chosen: Path | None, mesh: Path | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(stall) for stall in found]))
         return
-    pids = _pids_here(place, entries)
+    here = MeshSettings.from_file(place.settings).host
+    pids = {entry.name: entry.pid for entry in entries if entry.host == here}
     if not found:
         print("nothing is stalled")
     for stall in found:
         who = f"{stall.waiter} waits for {stall.culprit}" if stall.waiter else stall.culprit
         who += f" (job {stall.job})" if stall.job and stall.job not in who else ""
-        print(f"{who}: {stall.what}, since {stall.since_s:.1f} s. {stall.reason}", end="")
-        print(_seen_from_here(pids.get(stall.culprit, 0)))
+        pid = pids.get(stall.culprit, 0)
+        usage = usage_of(pid) if pid else None  # what this machine's kernel says of the culprit
+        seen = "" if usage is None else f" Process {pid}"
+        seen += (" is stopped by a signal." if usage.state == "T" else ".") if usage else ""
+        print(f"{who}: {stall.what}, since {stall.since_s:.1f} s. {stall.reason}{seen}")
     quiet = {stall.job for stall in found if stall.culprit.startswith(JOB_WORD)}
     now_ms = max((entry.renewed_ms for entry in entries), default=0)
     for entry in working(entries):
         if quiet and owner(entry) in ("", *quiet):
             last = end_of(place.log(entry.name), 1)
             print(f"  {doing(entry, now_ms)}" + (f"; its log ends: {last}" if last else ""))
-
-
-def _pids_here(place: MeshPlace, entries: Sequence[Entry]) -> dict[str, int]:
-    """Pids of other hosts are of other processes here."""
-    own = MeshSettings.from_file(place.settings).host
-    return {entry.name: entry.pid for entry in entries if entry.host == own}
 
 
 def diagnosed(place: MeshPlace) -> tuple[list[Stall], Sequence[Entry]]:
@@ -195,11 +174,3 @@ def diagnosed(place: MeshPlace) -> tuple[list[Stall], Sequence[Entry]]:
     except StateUnavailable as error:
         return redis_silent(QUICK_S, f"{error.message}. {full}".strip()), []
     return diagnose(mesh, full, stopped_here(mesh, here)), mesh.entries
-
-
-def _seen_from_here(pid: int) -> str:
-    """What this machine's kernel says of the culprit, if it runs here."""
-    usage = usage_of(pid) if pid else None
-    if usage is None:
-        return ""
-    return f" Process {pid} is stopped by a signal." if usage.state == "T" else f" Process {pid}."

@@ -13,17 +13,15 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from common.base.errors import Damaged, NotFound, Refused, StateUnavailable, StorageFull
 from common.base.files.at_url import AtUrl
 from common.job.config import JobConfig
 from common.state import jobs
 from common.state.jobs import ENDED
-from meshrl.directory import places
+from meshrl.directory import job_file, places
 from meshrl.directory.asking import ANSWER_S, ask
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace, read_if_whole, read_json
+from meshrl.directory.places import MeshPlace, read_if_whole, running_launcher
 
 TAKEN = ".starting"  # a file in a directory that a start has taken
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -47,7 +45,11 @@ class Claim:
     def replace(self) -> None:
         """The run goes on: what it replaces goes."""
         if self.aside is not None:
-            shutil.rmtree(self.aside, onerror=_left_over)
+            told = "of the run that was replaced cannot be deleted"
+            shutil.rmtree(
+                self.aside,
+                onerror=lambda _, path, why: print(f"{path} {told}: {why[1]}", file=sys.stderr),
+            )
             self.aside = None
 
     def mark(self) -> None:
@@ -86,13 +88,20 @@ def claimed(config: JobConfig, force: bool) -> Iterator[Claim]:
     goes on.
     """
     if config.out_url and not force:
-        _refuse_a_run_at(config.out_url)
+        there = AtUrl(config.out_url, "out", "the URL")
+        with contextlib.suppress(NotFound):
+            there.content("job.json")
+            raise Refused(
+                f"a run lies at {there.shown} already",
+                fix=f"`meshrl resume {there.shown}` continues it, --force starts over; or set "
+                "another `out`",
+            )
     with contextlib.ExitStack() as stack:
         with writing(Path(config.out_directory or "runs")):
             target = places.run_directory(config, force)
-            there = places.occupied(target)
+            occupied = places.occupied(target)
         aside = None
-        if there:
+        if occupied:
             stack.enter_context(_may_go(target))
             aside = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
             with writing(target):
@@ -106,19 +115,6 @@ def claimed(config: JobConfig, force: bool) -> Iterator[Claim]:
                 claim.give_back()
             elif claim.aside is not None:
                 claim.tell_of_replaced(f"the one in {target} did not come up")
-
-
-def _refuse_a_run_at(url: str) -> None:
-    there = AtUrl(url, "out", "the URL")
-    try:
-        there.content("job.json")
-    except NotFound:
-        return
-    raise Refused(
-        f"a run lies at {there.shown} already",
-        fix=f"`meshrl resume {there.shown}` continues it, --force starts over; or set another "
-        "`out`",
-    )
 
 
 @contextlib.contextmanager
@@ -180,24 +176,21 @@ def _may_go(directory: Path) -> Iterator[None]:
 def _run_in(directory: Path) -> tuple[str, Path | None]:
     """(the run's job, the mesh that it was submitted to); Refused when there is no run."""
     try:
-        held = read_json(directory / "job.json")
-    except (OSError, Damaged):
-        held = {}
-    if not isinstance(held.get("job"), str) or not isinstance(held.get("document"), dict):
+        held = job_file.read(directory / job_file.NAME)
+    except (OSError, Damaged) as error:
         raise Refused(
             f"{directory} is no run: --force deletes nothing that has no job.json of a run",
             fix="Set another `out`, or delete it yourself",
-        )
+        ) from error
     return held["job"], Path(held["mesh"]) if "mesh" in held else None
 
 
 @contextlib.contextmanager
 def locked(place: MeshPlace, run_dir: Path) -> Iterator[None]:
     """Holds the lock of a mesh, if there is one; Refused while the mesh runs."""
-    lock: IO[str] | None = None
-    try:
+    with contextlib.ExitStack() as stack:
         if place.lock.is_file():
-            lock = place.lock.open("r")
+            lock = stack.enter_context(place.lock.open("r"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -208,9 +201,6 @@ def locked(place: MeshPlace, run_dir: Path) -> Iterator[None]:
                     "stops it",
                 ) from error
         yield
-    finally:
-        if lock is not None:
-            lock.close()
 
 
 def runs(place: MeshPlace) -> bool:
@@ -254,7 +244,3 @@ def _done_on(place: MeshPlace, directory: Path, job: str) -> None:
             f"the run in {directory} is over and is being written down",
             fix=f"`meshrl wait {directory}` returns when it is; or set another `out`",
         )
-
-
-def _left_over(_: object, path: str, why: tuple[type, BaseException, object]) -> None:
-    print(f"{path} of the run that was replaced cannot be deleted: {why[1]}", file=sys.stderr)

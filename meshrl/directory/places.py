@@ -17,7 +17,18 @@ from common.base.files import documents
 from common.base.host.settings import MeshSettings
 from common.job.config import JobConfig
 from common.mesh.access.owner import PERSON, person_settings
+from common.mesh.process.handle import start_time
 from meshrl.directory.ownership import refuse_foreign
+
+
+class _InMesh:
+    """Attribute of a place: the file of this name in its directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, place: MeshPlace, _: type[MeshPlace]) -> Path:
+        return place.directory / self._name
 
 
 @dataclass(frozen=True)
@@ -26,65 +37,22 @@ class MeshPlace:
 
     root: Path
 
+    home = _InMesh("home")  # the home directory of its processes, where their user has none
+    settings = _InMesh("settings.json")
+    shape = _InMesh("shape.json")  # what runs here, as it was started last
+    membership = _InMesh("membership.json")  # on a host that has joined: which mesh, what token
+    joined = _InMesh("joined.json")  # which hosts have joined the mesh
+    redis = _InMesh("redis")
+    redis_note = _InMesh("redis-note.json")  # how far it had come when the launcher looked last
+    logs = _InMesh("logs")
+    nursery = _InMesh("nursery")  # its socket
+    lock = _InMesh("lock")
+    launcher = _InMesh("launcher.json")  # who runs the mesh: `{pid, start_time, ready, end_s}`
+    leaving = _InMesh("leaving")  # is there when who runs a host is to leave the mesh at its end
+
     @property
     def directory(self) -> Path:
         return self.root / "mesh"
-
-    @property
-    def home(self) -> Path:
-        """The home directory of its processes, where their user has none."""
-        return self.directory / "home"
-
-    @property
-    def settings(self) -> Path:
-        return self.directory / "settings.json"
-
-    @property
-    def shape(self) -> Path:
-        """What runs here, as it was started last."""
-        return self.directory / "shape.json"
-
-    @property
-    def membership(self) -> Path:
-        """Which mesh this host has joined, and with what token; only on one that has."""
-        return self.directory / "membership.json"
-
-    @property
-    def joined(self) -> Path:
-        """Which hosts have joined the mesh."""
-        return self.directory / "joined.json"
-
-    @property
-    def redis(self) -> Path:
-        return self.directory / "redis"
-
-    @property
-    def redis_note(self) -> Path:
-        """How far Redis had come when the launcher looked last."""
-        return self.directory / "redis-note.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.directory / "logs"
-
-    @property
-    def nursery(self) -> Path:
-        """The socket of the nursery."""
-        return self.directory / "nursery"
-
-    @property
-    def lock(self) -> Path:
-        return self.directory / "lock"
-
-    @property
-    def launcher(self) -> Path:
-        """Who runs the mesh: `{pid, start_time, ready, end_s}`."""
-        return self.directory / "launcher.json"
-
-    @property
-    def leaving(self) -> Path:
-        """Is there when who runs a host is to leave the mesh after its end."""
-        return self.directory / "leaving"
 
     @property
     def redis_url(self) -> str:
@@ -145,6 +113,13 @@ def find_mesh(chosen: Path | None) -> MeshPlace:
             refuse_foreign(place.settings)
             return place
     raise NotFound(f"there is no mesh at {chosen}", fix="Start one with `meshrl up`")
+
+
+def find_head(chosen: Path | None) -> MeshPlace:
+    """The same; Refused on a host that has joined: records of hosts and tokens are at the head."""
+    place = find_mesh(chosen)
+    place.refuse_joined()
+    return place
 
 
 def run_directory(config: JobConfig, force: bool) -> Path:
@@ -216,3 +191,12 @@ def shown(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def running_launcher(place: MeshPlace) -> int:
+    """The pid of the process that runs the mesh; 0 when none does."""
+    marker = read_if_whole(place.launcher)
+    pid = int(marker.get("pid", 0))
+    if not pid:
+        return 0
+    return pid if start_time(pid) == marker["start_time"] != 0 else 0

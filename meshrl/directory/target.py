@@ -11,8 +11,7 @@ from common.state import jobs, registry
 from common.state.redis.client import State
 from meshrl.directory import job_file, places
 from meshrl.directory.asking import ANSWER_S, ask
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace, find_mesh
+from meshrl.directory.places import MeshPlace, find_mesh, running_launcher
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,6 @@ async def row_of(state: State, run: Run) -> jobs.JobRow:
     return row
 
 
-async def has_processes(state: State) -> bool:
-    """Whether any process of the mesh holds a lease: where none does, nothing happens any more."""
-    return any(entry.alive for entry in await registry.entries(state))
-
-
 def may_live(place: MeshPlace) -> bool:
     """Whether there may be a mesh: its launcher runs on this host, or its Redis answers and a
     process of it holds a lease.
@@ -139,6 +133,6 @@ def may_live(place: MeshPlace) -> bool:
     if running_launcher(place):
         return True
     try:
-        return ask(place, has_processes, ANSWER_S)
+        return any(entry.alive for entry in ask(place, registry.entries, ANSWER_S))
     except StateUnavailable:
         return False

@@ -62,17 +62,14 @@ async def copied(run: Path, stop: asyncio.Event) -> str:
         return ""
     shown = without_secrets(place)
     print(f"copying versions to {shown}", flush=True)
-    process = await asyncio.create_subprocess_exec(
-        *command(["copy", f"--to={place}", "--", run]), stdout=PIPE, stderr=PIPE
-    )
-    talking = asyncio.create_task(process.communicate())
+    copying = asyncio.create_task(ran(command(["copy", f"--to={place}", "--", run])))
     stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait([talking, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if not talking.done():
+        await asyncio.wait([copying, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not copying.done():
             return f"not all versions are at {shown}: it was stopped"
-        said, complained = talking.result()
-        found = answer(said.decode(errors="replace"), complained.decode(errors="replace"))
+        _, said, complained = copying.result()
+        found = answer(said, complained)
         if failed := found["failed"]:
             why = from_wire(failed[0]["error"]["code"], failed[0]["error"]["text"])
             more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
@@ -80,12 +77,23 @@ async def copied(run: Path, stop: asyncio.Event) -> str:
     except MeshError as error:
         return f"not all versions are at {shown}: {error}"
     finally:
+        copying.cancel()
         stopping.cancel()
+        await asyncio.gather(copying, stopping, return_exceptions=True)
+    return ""
+
+
+async def ran(words: Sequence[str]) -> tuple[int, str, str]:
+    """The exit status of a process, and what it said and complained of."""
+    process = await asyncio.create_subprocess_exec(*words, stdout=PIPE, stderr=PIPE)
+    try:
+        said, complained = await process.communicate()
+    finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        await asyncio.gather(talking, stopping, return_exceptions=True)
-    return ""
+    code = process.returncode or 0
+    return code, said.decode(errors="replace"), complained.decode(errors="replace")
 
 
 def answer(said: str, complained: str) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 from common.base.errors import DeadlineExceeded, MeshError
 from common.mesh.process.ends.failure import tail
 from common.mesh.process.entry.child import PRIVATE
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.places import MeshPlace, read_if_whole, running_launcher
 
 POLL_S = 0.1
 

@@ -7,8 +7,7 @@ import os
 import signal
 import time
 
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.places import MeshPlace, read_if_whole, running_launcher
 from meshrl.launch import leftovers
 
 STOP_S = 60.0  # in which all processes of a host end in order

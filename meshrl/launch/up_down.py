@@ -14,8 +14,7 @@ from common.base.host.ports import ANY, ports
 from common.base.host.settings import OFF
 from common.state.pool.workers.settings import PoolSettings
 from meshrl.directory import places, user
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace, find_mesh
+from meshrl.directory.places import MeshPlace, find_mesh, running_launcher
 from meshrl.job.checks.machine import devices
 from meshrl.launch import background, ending, mesh_file
 from meshrl.launch.background import RootProgram

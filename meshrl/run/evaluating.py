@@ -51,7 +51,10 @@ def evaluate(
     """Prints the figures and writes them into the evaluation's run directory; the exit status."""
     with _directory_of(model, step, best) as directory:
         fixed = [*FIXED, TEACHERLESS] if _distils(job) else FIXED
-        found = jobfile.read(job, [*fixed, *_with_model(directory), *settings])
+        path = directory.absolute()
+        chosen = [f"model.path={json.dumps(str(path))}", "model.config={}"]
+        chosen += ['model.tokenizer=""'] if (path / "tokenizer.json").is_file() else []
+        found = jobfile.read(job, [*fixed, *chosen, *settings])
         config, base = found.config, found.base
         if not measurable(config):
             raise ConfigError(
@@ -86,13 +89,6 @@ def _distils(job: Path) -> bool:
         return False
     table = document.get("algorithm")
     return isinstance(table, dict) and table.get("name") == "distill"
-
-
-def _with_model(directory: Path) -> list[str]:
-    path = directory.absolute()
-    chosen = [f"model.path={json.dumps(str(path))}", "model.config={}"]
-    own = (path / "tokenizer.json").is_file()
-    return [*chosen, 'model.tokenizer=""'] if own else chosen
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from common.base.errors import Damaged
 from common.base.files import lines
 from common.base.files.damage import EVENT, sentence
 from common.state.events import Event
-from common.state.jobs import ENDED, Phase
+from common.state.jobs import Phase
 from common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
 from meshrl.directory.places import read_json
@@ -56,9 +57,6 @@ class RunOutcome:
 
     def lines(self) -> list[str]:
         """It in words."""
-        return [*self._lines(), *(f"damaged: {line}" for line in self.damaged)]
-
-    def _lines(self) -> list[str]:
         of = "" if self.steps is None else f" of {self.steps}"
         at = f"at step {self.step}{of}"
         figures = [] if self.reward is None else [f"reward {self.reward:.3f}"]
@@ -68,15 +66,14 @@ class RunOutcome:
             said = [f"{self.job} has finished its {self.step} steps{so_far}"]
             if (Path(self.run) / "model/config.json").is_file():
                 said.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
-            return said
-        if self.state == RUNNING:
-            return [f"{self.job} runs: {self.phase.replace('_', ' ')}, {at}{so_far}"]
-        if self.state == "failed":
-            return [
-                f"{self.job} failed {at}{so_far}: {self.error}",
-                f"To go on when that is mended: {self.resume}",
-            ]
-        return [f"{self.job} was stopped {at}{so_far}", f"To go on: {self.resume}"]
+        elif self.state == RUNNING:
+            said = [f"{self.job} runs: {self.phase.replace('_', ' ')}, {at}{so_far}"]
+        elif self.state == "failed":
+            said = [f"{self.job} failed {at}{so_far}: {self.error}"]
+            said.append(f"To go on when that is mended: {self.resume}")
+        else:
+            said = [f"{self.job} was stopped {at}{so_far}", f"To go on: {self.resume}"]
+        return [*said, *(f"damaged: {line}" for line in self.damaged)]
 
     def document(self) -> dict[str, Any]:
         """It as JSON."""
@@ -110,13 +107,16 @@ def outcome_of(run: Run, live: bool | None = None) -> RunOutcome:
         state, error = ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STILL, "")
     if state == Phase.FINISHED and (bad := _wrong(run)):
         state, error = "failed", f"its account is wrong: {bad}"
+    steps: int | None = None
+    with contextlib.suppress(Damaged, FileNotFoundError):
+        steps = int(job_file.read(run.directory / job_file.NAME)["document"]["budget"]["steps"])
     return RunOutcome(
         run=run.shown,
         job=run.job,
         state=state,
         phase=phase,
         step=int(rows[-1]["step"]) if rows else 0,
-        steps=_to_do(run),
+        steps=steps,
         reward=float(rows[-1]["reward"]) if rows else None,
         held_out=held_out,
         error=error,
@@ -135,15 +135,3 @@ def _wrong(run: Run) -> str:
         return wrong(read_json(summary))
     except Damaged:
         return wrong(audited(run.directory, read_events(run.directory), run.job))
-
-
-def _to_do(run: Run) -> int | None:
-    try:
-        return int(job_file.read(run.directory / job_file.NAME)["document"]["budget"]["steps"])
-    except (Damaged, FileNotFoundError):
-        return None
-
-
-def over(phase: str) -> bool:
-    """Whether a phase ends a job."""
-    return phase in ENDED

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, NotFound, Refused, StateUnavailable
+from common.base.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
+from common.base.files import damage
 from common.job.changing import differences, refusal
 from common.records.checkpoints import steps_done
-from common.state import jobs
-from meshrl.directory import places
+from common.state import events, jobs
+from common.state.redis.client import State
+from meshrl.directory import job_file, places
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.claims import locked, runs
+from meshrl.directory.places import MeshPlace, shown
 from meshrl.directory.target import Run
 from meshrl.job import edited
 from meshrl.run import whole
-from meshrl.run.refusals import finished, too_few
-from meshrl.run.restoring import record_of
 
 
 def resume(directory: Path, settings: list[str]) -> int:
     """Continues the run in a directory, with `KEY=VALUE` settings; the exit status."""
-    held = record_of(directory) if _is_run(directory) else {}
+    there = (directory / "bundle").is_dir() or (directory / "job.json").is_file()
+    held = record_of(directory) if there else {}
     run_dir = places.existing_run(directory)
     run = Run.of(run_dir, held)
     if "imported" in held:
@@ -47,12 +51,7 @@ def resume(directory: Path, settings: list[str]) -> int:
     # Imported here: only now is it sure that a mesh will be needed.
     from meshrl.run.going_on import go_on
 
-    return go_on(run, held, job, document, changes)
-
-
-def _is_run(directory: Path) -> bool:
-    """Whether there is a run, be its `job.json` damaged or gone."""
-    return (directory / "bundle").is_dir() or (directory / "job.json").is_file()
+    return go_on(run, held, job, changes)
 
 
 def _allowed(run: Run, was: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -109,3 +108,59 @@ def _on_the_mesh(run: Run, settings: list[str]) -> int:
     ask(run.place, lambda state: jobs.reopen(state, run.job, uuid.uuid4().hex), ANSWER_S)
     print(f"{run.job} goes on, on the mesh in {run.place.root}; meshrl watch {run.shown}")
     return 0
+
+
+def too_few(steps: int, done: int) -> ConfigError:
+    """The error of a budget of fewer steps than are done."""
+    return ConfigError(
+        f"budget.steps = {steps}, and {done} steps are done", fix=f"Set it to {done} or more"
+    )
+
+
+def finished(run: Run, document: dict[str, Any]) -> Refused:
+    """The error of a run that has nothing left to do."""
+    steps = document["budget"]["steps"]
+    return Refused(
+        f"{run.shown} is finished, after {steps} steps",
+        fix=f"To extend it: meshrl resume {run.shown} --set budget.steps=N, N above {steps}",
+    )
+
+
+def record_of(directory: Path) -> dict[str, Any]:
+    """What `job.json` holds, written again from Redis if need be; Damaged says what to do when
+    Redis does not have it either.
+    """
+    run_dir = directory.absolute()
+    path = run_dir / job_file.NAME
+    try:
+        return job_file.read(path)
+    except FileNotFoundError:
+        why = "it is gone"
+    except Damaged as error:
+        why = error.message
+    store = run_dir / "store"  # of the mesh that it was submitted to, or its own
+    place = MeshPlace(store.resolve().parent if store.is_symlink() else run_dir)
+    about = {} if place.root == run_dir else {"mesh": str(place.root)}
+
+    async def put_back(state: State) -> bool:
+        told = await job_file.put_back(state, run_dir, about, why)
+        if told is not None:
+            print(damage.sentence(told), file=sys.stderr, flush=True)
+            await events.append(state, damage.EVENT, told)
+        return told is not None
+
+    if place.redis.is_dir() and any(place.redis.iterdir()):
+        if runs(place):
+            known = ask(place, put_back, ANSWER_S)
+        else:
+            from meshrl.launch.head.launcher import Launcher  # only now is it needed
+            from meshrl.launch.head.shape import MeshShape
+
+            known = asyncio.run(Launcher(place, MeshShape()).ask_redis(put_back))
+        if known:
+            return job_file.read(path)
+    raise Damaged(
+        f"{path} is damaged: {why}; the run's Redis has no copy of it",
+        fix=f"Put it back from a copy of the run. To start over: meshrl run JOB, which leaves "
+        f"{shown(run_dir)} as it is",
+    )

@@ -29,8 +29,7 @@ from meshrl.launch.head.shape import MeshShape
 from meshrl.launch.holding import interruptible
 from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
 from meshrl.view.guard import WarningGuard
-from meshrl.view.live.guarded import GuardedView
-from meshrl.view.live.view import view_for
+from meshrl.view.live.view import GuardedView, view_for
 from meshrl.view.recording.audit import accused
 from meshrl.view.recording.recorder import LOOK_S, Recorder
 from meshrl.view.report import report
@@ -45,7 +44,14 @@ def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None
             document = pack_run(config, base, run_dir, {"job": config.name}, job_file)
 
         async def begin(launcher: Launcher) -> None:
-            await _bring_in(launcher, run_dir, config.name, document)
+            state, job = launcher.state, config.name
+            if job in {row.id for row in await jobs.jobs(state)}:
+                shown = embedded.without_password(embedded.configured_url())
+                raise Refused(
+                    f"another job named {job} is in {shown}",
+                    fix="Give this one another name: --set name=X",
+                )
+            await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
             claim.keep()
 
         return asyncio.run(session(run_dir, shape_for(config), begin, claim.replace))
@@ -54,13 +60,7 @@ def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None
 def shape_for(config: JobConfig) -> MeshShape:
     """The mesh that a job asks for."""
     mesh = config.mesh
-    return MeshShape(
-        mesh.workers,
-        mesh.device,
-        mesh.bind,
-        mesh.advertise,
-        mesh.metrics,
-    )
+    return MeshShape(mesh.workers, mesh.device, mesh.bind, mesh.advertise, mesh.metrics)
 
 
 async def session(
@@ -91,16 +91,6 @@ async def session(
     finally:
         await launcher.stop()
     return await _conclude(recorder, summary, launcher, stop)
-
-
-async def _bring_in(launcher: Launcher, run_dir: Path, job: str, document: dict[str, Any]) -> None:
-    """Submits a new run's job; Refused when the Redis that is shared has one of its name."""
-    if job in {row.id for row in await jobs.jobs(launcher.state)}:
-        shown = embedded.without_password(embedded.configured_url())
-        raise Refused(
-            f"another job named {job} is in {shown}", fix="Give this one another name: --set name=X"
-        )
-    await jobs.submit(launcher.state, job, document, str(run_dir), uuid.uuid4().hex)
 
 
 async def _follow(recorder: Recorder, launcher: Launcher, stop: asyncio.Event) -> None:

@@ -4,6 +4,7 @@ and without a mesh.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -106,15 +107,10 @@ def asked(texts: Iterable[str]) -> Iterator[str]:
     """The lines that the process reads: of each text a prompt, or a whole row of a JSON object."""
     for text in texts:
         text = text.rstrip("\r\n")
-        if text.strip():
-            row = _row(text)
-            yield json.dumps({"prompt": text} if row is None else {"row": row}) + "\n"
-
-
-def _row(text: str) -> dict[str, object] | None:
-    """The JSON object that a text is; None: it is a prompt."""
-    try:
-        found = json.loads(text) if text.lstrip().startswith("{") else None
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        if not text.strip():
+            continue
+        row = None
+        if text.lstrip().startswith("{"):
+            with contextlib.suppress(ValueError):  # it is a prompt
+                row = json.loads(text)
+        yield json.dumps({"row": row} if isinstance(row, dict) else {"prompt": text}) + "\n"

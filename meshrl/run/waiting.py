@@ -10,12 +10,12 @@ from pathlib import Path
 
 from common.base.errors import NotFound, Refused, StateUnavailable
 from common.state import jobs
-from common.state.jobs import JobRow
+from common.state.jobs import ENDED, JobRow
 from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import read_if_whole
 from meshrl.directory.target import Run, may_live, row_of, run_of
-from meshrl.run.outcome import RunOutcome, outcome_of, over
+from meshrl.run.outcome import RunOutcome, outcome_of
 
 POLL_S = 0.5
 TIMED_OUT = 124  # exit status of a wait that was too short, as timeout(1) has it
@@ -38,26 +38,20 @@ def wait(chosen: Path, mesh: Path | None, timeout_s: float | None, as_json: bool
 def cancel(chosen: Path, mesh: Path | None, as_json: bool) -> int:
     """Ends a run for good or until it is resumed; 0 when it stands still now and may go on."""
     run = run_of(chosen, mesh)
-    ended = outcome_of(run, live=False)
-    if may_live(run.place):
-        ended = _cancel(run)
-    if ended.state in ("finished", "failed"):
-        raise Refused(f"{run.job} has {_ended(ended)} already: there is nothing to cancel")
-    _print(ended, as_json)
-    return 0
 
-
-def _cancel(run: Run) -> RunOutcome:
     async def stop(state: State) -> None:
         await row_of(state, run)
         await jobs.cancel(state, run.job, uuid.uuid4().hex)
 
-    ask(run.place, stop, ANSWER_S)
-    return until_over(run, WRITTEN_S) or outcome_of(run, live=False)
-
-
-def _ended(found: RunOutcome) -> str:
-    return "finished" if found.state == "finished" else f"failed ({found.error})"
+    ended = outcome_of(run, live=False)
+    if may_live(run.place):
+        ask(run.place, stop, ANSWER_S)
+        ended = until_over(run, WRITTEN_S) or outcome_of(run, live=False)
+    if ended.state in ("finished", "failed"):
+        how = "finished" if ended.state == "finished" else f"failed ({ended.error})"
+        raise Refused(f"{run.job} has {how} already: there is nothing to cancel")
+    _print(ended, as_json)
+    return 0
 
 
 def until_over(run: Run, timeout_s: float | None) -> RunOutcome | None:
@@ -95,22 +89,18 @@ def _written(run: Run, ended: bool, until: float | None) -> None:
     `ended`: Redis says that it has; else its mesh is gone, and it has only if its events say so.
     """
     summary, began = run.directory / "summary.json", time.time()
+    record = run.directory / "events.jsonl"
     while until is None or time.monotonic() < until:
         phase = outcome_of(run, live=False).phase
-        if not over(phase):
+        if phase not in ENDED:
             if not ended:
                 return
         elif read_if_whole(summary).get("phase") == phase:
             return
-        if time.time() > _last_note(run, began if ended else 0.0) + WRITTEN_S:
+        noted = max(began if ended else 0.0, record.stat().st_mtime if record.is_file() else 0.0)
+        if time.time() > noted + WRITTEN_S:
             return  # nobody is at it
         time.sleep(POLL_S)
-
-
-def _last_note(run: Run, at_least: float) -> float:
-    """When the record of the run was last written to, by the wall clock; `at_least` if never."""
-    record = run.directory / "events.jsonl"
-    return max(at_least, record.stat().st_mtime if record.is_file() else 0.0)
 
 
 def _print(found: RunOutcome, as_json: bool) -> None:

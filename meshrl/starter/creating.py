@@ -65,15 +65,13 @@ def _of_example(name: str) -> dict[str, Path]:
     files = [f"{name}.toml", EXAMPLES[name], *(f"{name}/{file}" for file in DATA)]
     root = Path(__file__).parents[2] / "examples"  # of a checkout
     if not (root / files[0]).is_file():
-        root = _installed(f"{name}.toml").parent
+        for placed in importlib.metadata.files("meshrl") or ():  # where a wheel has put it
+            if placed.name == files[0] and placed.parent.name == "examples":
+                root = Path(str(placed.locate())).resolve().parent
+                break
+        else:
+            raise NotFound(
+                f"this installation of MeshRL has no {files[0]}",
+                fix="Install the wheel again with pip",
+            )
     return {file: root / file for file in files}
-
-
-def _installed(file: str) -> Path:
-    """Where a wheel has put a file of the examples."""
-    for placed in importlib.metadata.files("meshrl") or ():
-        if placed.name == file and placed.parent.name == "examples":
-            return Path(str(placed.locate())).resolve()
-    raise NotFound(
-        f"this installation of MeshRL has no {file}", fix="Install the wheel again with pip"
-    )

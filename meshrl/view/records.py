@@ -14,9 +14,8 @@ from common.state import events
 from common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
 from meshrl.view.recording.audit import accused
-from meshrl.view.recording.looking import SharedSnapshot
+from meshrl.view.recording.looking import RunningMesh, SharedSnapshot
 from meshrl.view.recording.recorder import ANSWER_S, LOOK_S, Recorder
-from meshrl.view.recording.running_mesh import RunningMesh
 from meshrl.view.report import report
 
 STOPPING_S = 5.0  # that a full disk is waited for when the mesh is to stop
@@ -57,13 +56,17 @@ async def record(
     While its directory cannot be used it says so once, in the log and as the event `unrecorded`,
     and tries again.
     """
+
+    def say(text: str) -> None:
+        print(f"{job}: {text}", file=sys.stderr, flush=True)
+
     said = ""
     while True:
         recorder: Recorder | None = None
         try:
             await _whole_job_file(mesh, run_dir)
             recorder = Recorder(mesh, job, run_dir, looks)
-            async with contextlib.aclosing(report.LivePage(recorder, _say_of(job))) as page:
+            async with contextlib.aclosing(report.LivePage(recorder, say)) as page:
                 while not stop.is_set():
                     shot = await recorder.look()
                     said = ""
@@ -75,14 +78,17 @@ async def record(
             await recorder.close(given_up)
             summary = await report.write(recorder, given_up)
             if bad := wrong(summary):
-                _say_of(job)(accused(run_dir, bad))
+                say(accused(run_dir, bad))
             if missing := await recorder.delivered(stop):
-                _say_of(job)(missing)
+                say(missing)
             return
         except (OSError, MeshError) as error:
             if str(error) != said:
                 said = str(error)
-                await _unrecorded(mesh, job, said)
+                print(f"{job} is not recorded: {said}", file=sys.stderr, flush=True)
+                with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+                    async with mesh.clock.timeout(ANSWER_S, "a note in the event stream"):
+                        await events.append(mesh.state, "unrecorded", {"job": job, "why": said})
             if recorder is not None:
                 await recorder.abandon()
         with contextlib.suppress(DeadlineExceeded):
@@ -114,15 +120,3 @@ def _in_a_while(mesh: RunningMesh, stop: asyncio.Event) -> Callable[[], bool]:
         return bool(stopping) and now - stopping[0] > STOPPING_S
 
     return given_up
-
-
-def _say_of(job: str) -> Callable[[str], None]:
-    """Says something of a job in the mesh's log."""
-    return lambda text: print(f"{job}: {text}", file=sys.stderr, flush=True)
-
-
-async def _unrecorded(mesh: RunningMesh, job: str, why: str) -> None:
-    print(f"{job} is not recorded: {why}", file=sys.stderr, flush=True)
-    with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-        async with mesh.clock.timeout(ANSWER_S, "a note in the event stream"):
-            await events.append(mesh.state, "unrecorded", {"job": job, "why": why})

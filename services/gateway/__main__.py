@@ -19,9 +19,8 @@ from services.gateway.front import FrontDoor
 from services.gateway.gateway import GatewayActor
 
 
-async def main(a: argparse.Namespace) -> None:
-    mesh = await Mesh.open("gateway", "gateway", MeshSettings.from_env())
-    await serve(mesh, a.listen, a.advertise)
+async def main(listen: str, advertise: str) -> None:
+    await serve(await Mesh.open("gateway", "gateway", MeshSettings.from_env()), listen, advertise)
 
 
 async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
@@ -59,8 +58,10 @@ def listening(
     connections = Limits() if mesh.settings.joinable else None
     transport = None
     if before is not None and before.bound.rpartition(":")[0] == listen.rpartition(":")[0]:
+        _, tried = ports(listen, "--gateway")
+        port = int(before.bound.rpartition(":")[2])
+        bind = before.bound if tried == ANY or port in tried else listen
         try:
-            bind = _again(before.bound, listen)
             transport = ZmqTransport(bind, advertise, keys=keys, connections=connections)
         except ConfigError as error:
             mesh.log.warning("tokens that were given name a port that is taken", why=str(error))
@@ -73,16 +74,9 @@ def listening(
     return transport
 
 
-def _again(bound: str, listen: str) -> str:
-    """Where to listen: the port of the last start where it would do."""
-    _, tried = ports(listen, "--gateway")
-    port = int(bound.rpartition(":")[2])
-    return bound if tried == ANY or port in tried else listen
-
-
 if __name__ == "__main__":
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("--listen", required=True)
     found.add_argument("--advertise", default="")
     arguments = found.parse_args()
-    run(lambda: main(arguments))
+    run(lambda: main(arguments.listen, arguments.advertise))

@@ -53,16 +53,12 @@ class FrontDoor:
             self._mesh.telemetry.count("bad_frames")
             return
         # A connection outlives the token that it was opened with: that is asked each time.
-        role = self._role(token)
+        role = ""  # nobody's any more
+        if self._tokens.good(token):
+            known = self._tokens.token(token)
+            role = CLIENT if known is not None and known.kind != HOST else JOINER  # or a member
         holder.set(token)
         self._server.accept(peer, header, frames, role)
-
-    def _role(self, id: str) -> str:
-        """What the holder of a token, or a member, is; empty: nobody any more."""
-        if not self._tokens.good(id):
-            return ""
-        token = self._tokens.token(id)
-        return CLIENT if token is not None and token.kind != HOST else JOINER
 
     async def close(self) -> None:
         """Ends what is being served, and all connections."""

@@ -10,6 +10,7 @@ import shutil
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,31 +19,20 @@ from common.api.gateway import (
     PIECE_BYTES,
     BeginUpload,
     Changed,
-    DescribeMember,
-    DrainHost,
     EventPage,
     EventsSince,
     FilePiece,
     FinishUpload,
     Gateway,
-    HostAdmitted,
-    HostOfMember,
-    HostReturned,
     JobEvent,
     JobList,
     JobRequest,
     JobState,
-    JoinHost,
-    LeaveMesh,
     ListJobs,
-    ListRemaining,
-    LocateRedis,
     ModelFiles,
     ModelRequest,
     PieceWritten,
     ReadModelFile,
-    RedisLocation,
-    RemainingNames,
     SubmittedJob,
     UploadOpened,
     UploadPiece,
@@ -54,9 +44,8 @@ from common.base.files import documents
 from common.base.files.lines import signature
 from common.job.isolation import containment
 from common.job.run_names import free_name
-from common.mesh.access.records import FILE
 from common.mesh.access.tokens import TokenTable
-from common.mesh.runtime.calls.actor import Actor, call, stream
+from common.mesh.runtime.calls.actor import call, stream
 from common.mesh.runtime.mesh import Mesh
 from common.state import jobs
 from common.state.jobs import JobRow
@@ -64,10 +53,9 @@ from common.state.lifecycle import deleting
 from common.state.lifecycle.following import happened, standing
 from common.state.pool.demand.needs import need_of
 from common.state.pool.store.fitting import refuse_what_never_fits
-from services.gateway.asked_versions import on_versions
 from services.gateway.front import holder
-from services.gateway.hosts import HostRequests
-from services.gateway.models import Models
+from services.gateway.hosts import HostCalls
+from services.gateway.models import Models, on_versions
 from services.gateway.uploads import Upload, Uploads, config_of
 
 IDLE_S = 60.0  # an upload of which nothing arrives for so long is given up
@@ -77,18 +65,17 @@ CONTAINED_S = containment.PROBE_S + 5.0
 ANSWERED = 256  # uploads that were submitted, whose question may come again
 
 
-class GatewayActor(Actor):
+class GatewayActor(HostCalls):
     """Serves the runs below `<root>/runs`, and makes new ones there."""
 
     interface = Gateway
 
     def __init__(self, mesh: Mesh, tokens: TokenTable) -> None:
-        self.mesh, self._tokens = mesh, tokens
+        super().__init__(mesh, tokens)
         self._root = Path(mesh.settings.run_root)
         self._runs = self._root / "runs"
         self._uploads = Uploads(mesh.host, self._runs)
         self._models = Models(mesh, self._root)
-        self._hosts = HostRequests(mesh, tokens, self._root / "mesh" / FILE)
         self._submitted: OrderedDict[str, tuple[str, SubmittedJob]] = OrderedDict()
         # Of each run, by its directory, with the signature of the record that says so: another job
         # may come to have the name and the directory of one that was deleted.
@@ -104,27 +91,22 @@ class GatewayActor(Actor):
         """Opens an upload, and holds it open while the other end is there."""
         token, clock = holder.get(), self.mesh.clock
         config = config_of(request.document)
-        self._refuse_above(token, config.pool.priority)
-        need = need_of(config.document(), request.parameters)
-        await refuse_what_never_fits(self.mesh.state, need)
-        opened = self._uploads.opened(token, request, clock.monotonic())
-        async with opened as upload:
-            yield UploadOpened(upload.id, PIECE_BYTES)
-            while upload.settling or self._goes_on(upload):
-                await clock.sleep(LOOK_S)
-            raise DeadlineExceeded(f"nothing of the job arrived for {IDLE_S:g} s")
-
-    def _refuse_above(self, token: str, priority: int) -> None:
-        most = self._tokens.priority(token)
+        priority, most = config.pool.priority, self._tokens.priority(token)
         if priority > most:
             raise Refused(
                 f"pool.priority = {priority}: jobs of this token have {most} at most",
                 fix="Ask the mesh's own user for a token that was created with --priority",
             )
-
-    def _goes_on(self, upload: Upload) -> bool:
-        silent_s = self.mesh.clock.monotonic() - upload.touched
-        return silent_s < IDLE_S and self._tokens.good(upload.holder)
+        need = need_of(config.document(), request.parameters)
+        await refuse_what_never_fits(self.mesh.state, need)
+        opened = self._uploads.opened(token, request, clock.monotonic())
+        async with opened as upload:
+            yield UploadOpened(upload.id, PIECE_BYTES)
+            while upload.settling or (
+                clock.monotonic() - upload.touched < IDLE_S and self._tokens.good(token)
+            ):
+                await clock.sleep(LOOK_S)
+            raise DeadlineExceeded(f"nothing of the job arrived for {IDLE_S:g} s")
 
     @call(Gateway.put)
     async def put(self, request: UploadPiece) -> PieceWritten:
@@ -201,10 +183,11 @@ class GatewayActor(Actor):
     @call(Gateway.events)
     async def events(self, request: EventsSince) -> EventPage:
         await self._own(request.job)
+        ms, _, number = request.since.partition("-")
+        if not ms.isdecimal() or not (number.isdecimal() or request.since == ms):
+            raise Refused(f"{request.since!r:.100} is no id of an event")
         mesh, wait_s = self.mesh, min(max(request.wait_s, 0.0), WAIT_S)
-        found, cursor = await happened(
-            mesh.state, mesh.clock, request.job, _event_id(request.since), wait_s
-        )
+        found, cursor = await happened(mesh.state, mesh.clock, request.job, request.since, wait_s)
         return EventPage([JobEvent(**asdict(event)) for event in found], cursor)
 
     @call(Gateway.stop)
@@ -219,18 +202,13 @@ class GatewayActor(Actor):
         try:
             row = await self._own(request.job)
         except NotFound:
-            if await self._deleted(request.job, op):
-                return Changed(True)  # the answer was lost
+            with suppress(Refused):  # it is no name of a job
+                if await deleting.was_deleted(self.mesh.state, request.job, op):
+                    return Changed(True)  # the answer was lost
             raise
         await deleting.delete(self.mesh.state, request.job, op)
         self._holders.pop(row.run_dir, None)
         return Changed(True)
-
-    async def _deleted(self, job: str, op: str) -> bool:
-        try:
-            return await deleting.was_deleted(self.mesh.state, job, op)
-        except Refused:  # it is no name of a job
-            return False
 
     async def _own(self, job: str) -> JobRow:
         """The row of a job that came with the token of this request; NotFound for any other, so
@@ -282,36 +260,6 @@ class GatewayActor(Actor):
         """Refused for words that are none of a token's."""
         return VersionsAnswer(await on_versions(self.mesh, await self._own(request.job), request))
 
-    # ------------------------------------------------------------ hosts
-
-    @call(Gateway.join)
-    async def join(self, request: JoinHost) -> HostAdmitted:
-        return await self._hosts.join(holder.get(), request)
-
-    @call(Gateway.leave)
-    async def leave(self, request: LeaveMesh) -> Changed:
-        return await self._hosts.leave(holder.get())
-
-    @call(Gateway.drain)
-    async def drain(self, request: DrainHost) -> Changed:
-        return await self._hosts.drain(holder.get())
-
-    @call(Gateway.back)
-    async def back(self, request: HostReturned) -> Changed:
-        return await self._hosts.back(holder.get(), request)
-
-    @call(Gateway.remaining)
-    async def remaining(self, request: ListRemaining) -> RemainingNames:
-        return await self._hosts.remaining(holder.get())
-
-    @call(Gateway.whereabouts)
-    async def whereabouts(self, request: LocateRedis) -> RedisLocation:
-        return await self._hosts.whereabouts(holder.get())
-
-    @call(Gateway.membership)
-    async def membership(self, request: DescribeMember) -> HostOfMember:
-        return self._hosts.member(holder.get())
-
     def stats(self) -> dict[str, Any]:
         return {"uploads": len(self._uploads)}
 
@@ -321,11 +269,3 @@ def _operation(request: JobRequest) -> str:
     if not re.fullmatch(r"[0-9a-zA-Z]{8,64}", request.op):
         raise Refused(f"{request.op!r:.100} tells no request from another", fix="Make up a new one")
     return f"{holder.get()}.{request.op}"
-
-
-def _event_id(text: str) -> str:
-    """It, if it is the id of an event."""
-    ms, _, number = text.partition("-")
-    if not ms.isdecimal() or not (number.isdecimal() or text == ms):
-        raise Refused(f"{text!r:.100} is no id of an event")
-    return text

@@ -15,10 +15,16 @@ from typing import Any
 from common.api.calls.callers import HOST_ROLES, PLANNER
 from common.api.gateway import (
     Changed,
+    DescribeMember,
+    DrainHost,
+    Gateway,
     HostAdmitted,
     HostOfMember,
     HostReturned,
     JoinHost,
+    LeaveMesh,
+    ListRemaining,
+    LocateRedis,
     RedisLocation,
     RemainingNames,
 )
@@ -28,12 +34,14 @@ from common.base.release import release
 from common.mesh.access import members
 from common.mesh.access.hosts import AdmittedHost
 from common.mesh.access.members import AGAIN_S
-from common.mesh.access.records import digest
+from common.mesh.access.records import FILE, digest
 from common.mesh.access.tokens import TokenTable
+from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh
 from common.state.hosts import admission
 from common.state.pool.store import store as pool
 from common.state.pool.store.store import remaining_on
+from services.gateway.front import holder
 
 FILE_S = 10.0  # for a change of the tokens
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{2,40}")
@@ -51,28 +59,28 @@ class Joining:
     since_s: float
 
 
-class HostRequests:
-    """`file`: the tokens and members of the mesh, which are its user's alone."""
+class HostCalls(Actor):
+    """The gateway's calls of hosts, each of which names its member key, or a token to join with."""
 
-    def __init__(self, mesh: Mesh, known: TokenTable, file: Path) -> None:
-        self._mesh, self._known, self._file = mesh, known, file
+    def __init__(self, mesh: Mesh, tokens: TokenTable) -> None:
+        self.mesh, self._tokens = mesh, tokens
         # By the host's own key: one whose answer was lost asks again, and is to have the same
         # secret.
         self._joining: dict[str, Joining] = {}
 
-    async def join(self, token: str, request: JoinHost) -> HostAdmitted:
+    @call(Gateway.join)
+    async def join(self, request: JoinHost) -> HostAdmitted:
         """Lets a host in. Refused says why not."""
-        if (member := self._known.member(token)) is not None:
+        token = holder.get()
+        if (member := self._tokens.member(token)) is not None:
             raise Refused(
                 f"{member.host} is a member already", fix="Join with a token, as another host"
             )
         self._check(request)
-        now_s = self._mesh.clock.wall()
-        late = [key for key, one in self._joining.items() if now_s - one.since_s > AGAIN_S]
-        for key in late:
-            del self._joining[key]
+        now_s = self.mesh.clock.wall()
+        self._joining = {k: j for k, j in self._joining.items() if now_s - j.since_s <= AGAIN_S}
         found = self._joining.get(request.key)
-        if found is not None and found.answer.done() and not self._known.holder(_public(request)):
+        if found is not None and found.answer.done() and not self._tokens.holder(_public(request)):
             found = None  # it has left since
         if found is None or (found.token, found.request) != (token, request):
             letting_in = self._let_in(token, request, now_s)
@@ -81,13 +89,13 @@ class HostRequests:
         return await asyncio.shield(found.answer)
 
     def _check(self, request: JoinHost) -> None:
-        if not self._mesh.settings.joinable:
+        if not self.mesh.settings.joinable:
             raise Refused(
                 "this mesh is one host's", fix="Start it with `meshrl up --listen HOST` for several"
             )
         if not NAME.fullmatch(request.host) or not ADDRESS.fullmatch(request.address):
             raise Refused(f"{request.host!r:.60} at {request.address!r:.60} cannot be a host")
-        if request.host == self._mesh.settings.host:  # before it is a member: it would ask as one
+        if request.host == self.mesh.settings.host:  # before it is a member: it would ask as one
             raise Refused(f"{request.host} is the head's own name", fix="Join from a new directory")
         if not KEY.fullmatch(request.key):
             raise Refused(f"{request.key!r:.60} is no public key of a host")
@@ -98,7 +106,7 @@ class HostRequests:
             )
 
     async def _let_in(self, token: str, request: JoinHost, now_s: float) -> HostAdmitted:
-        mesh, host, public = self._mesh, request.host, _public(request)
+        mesh, host, public = self.mesh, request.host, _public(request)
         try:
             await self._on_file(members.let_in, token, host, public, now_s)
             secret = secrets.token_hex(SECRET_BYTES)
@@ -113,71 +121,71 @@ class HostRequests:
                 "key": digest(public),
             }
             id = f"{token}.{secrets.token_hex(8)}"
-            told = await self._admitted(token, host, id, about)
+            try:
+                told = await admission.ask(mesh.state, mesh.clock, id, admission.JOIN, about)
+            except Refused:  # it is no member then
+                await self._on_file(members.take_back, token, host)
+                raise
+        # After any other error it may ask again by the same key, which gives it nothing before the
+        # launcher has let it in.
         except BaseException:
             self._joining.pop(request.key, None)
             raise
         mesh.log.info("a host has joined", host=host, address=request.address, token=token)
         return HostAdmitted(secret=secret, **told)
 
-    async def _admitted(
-        self, token: str, host: str, id: str, about: dict[str, Any]
-    ) -> dict[str, Any]:
-        """What the launcher tells it. Refused: it is no member then. After any other error it may
-        ask again by the same key, which gives it nothing before the launcher has let it in.
-        """
-        mesh = self._mesh
-        try:
-            return await admission.ask(mesh.state, mesh.clock, id, admission.JOIN, about)
-        except Refused:
-            await self._on_file(members.take_back, token, host)
-            raise
-
     async def _on_file(self, change: Callable[..., None], *words: Any) -> None:
-        """Changes the tokens, on a thread: another process may have the file locked."""
-        await self._mesh.host.run_blocking(change, self._file, *words, deadline_s=FILE_S)
+        """Changes tokens and members, on a thread: another process may have the file locked."""
+        file = Path(self.mesh.settings.run_root) / "mesh" / FILE
+        await self.mesh.host.run_blocking(change, file, *words, deadline_s=FILE_S)
 
-    async def leave(self, id: str) -> Changed:
+    @call(Gateway.leave)
+    async def leave(self, request: LeaveMesh) -> Changed:
         """Forgets the host of a member key; whether there was one."""
-        host = self.member(id).host
-        asked = f"{id}.leave"
-        about = {"host": host}
-        told = await admission.ask(
-            self._mesh.state, self._mesh.clock, asked, admission.LEAVE, about
-        )
-        self._mesh.log.info("a host has left", host=host)
+        id, host = holder.get(), self._member().host
+        state, clock, about = self.mesh.state, self.mesh.clock, {"host": host}
+        told = await admission.ask(state, clock, f"{id}.leave", admission.LEAVE, about)
+        self.mesh.log.info("a host has left", host=host)
         return Changed(bool(told["left"]))
 
-    async def drain(self, id: str) -> Changed:
+    @call(Gateway.drain)
+    async def drain(self, request: DrainHost) -> Changed:
         """Has everything move away from the host of a member key, which is about to end."""
-        told = await self._asked(id, admission.DRAIN, {})
-        return Changed(bool(told["changed"]))
+        return Changed(bool((await self._asked(admission.DRAIN))["changed"]))
 
-    async def back(self, id: str, request: HostReturned) -> Changed:
+    @call(Gateway.back)
+    async def back(self, request: HostReturned) -> Changed:
         """Ends that, as the host is there again."""
         if not ADDRESS.fullmatch(request.address):
             raise Refused(f"{request.address!r:.60} is no address of a host")
-        told = await self._asked(id, admission.BACK, {"address": request.address})
+        told = await self._asked(admission.BACK, address=request.address)
         return Changed(bool(told["changed"]))
 
-    async def whereabouts(self, id: str) -> RedisLocation:
+    @call(Gateway.whereabouts)
+    async def whereabouts(self, request: LocateRedis) -> RedisLocation:
         """What the host of a member key was told when it joined, as it is now."""
-        return RedisLocation(**await self._asked(id, admission.WHERE, {}))
+        return RedisLocation(**await self._asked(admission.WHERE))
 
-    async def _asked(self, id: str, kind: str, about: dict[str, Any]) -> dict[str, Any]:
-        """The launcher's answer about the host of a member key."""
-        mesh, asked = self._mesh, f"{id}.{kind}.{secrets.token_hex(8)}"
-        about["host"] = self.member(id).host
-        return await admission.ask(mesh.state, mesh.clock, asked, kind, about)
+    async def _asked(self, kind: str, **about: str) -> dict[str, Any]:
+        """The launcher's answer about the host of the request's member key."""
+        mesh, asked = self.mesh, f"{holder.get()}.{kind}.{secrets.token_hex(8)}"
+        told = {**about, "host": self._member().host}
+        return await admission.ask(mesh.state, mesh.clock, asked, kind, told)
 
-    async def remaining(self, id: str) -> RemainingNames:
+    @call(Gateway.remaining)
+    async def remaining(self, request: ListRemaining) -> RemainingNames:
         """What is left on the host of a member key."""
-        state, host = self._mesh.state, self.member(id).host
+        state, host = self.mesh.state, self._member().host
         return RemainingNames(await remaining_on(state, host), await pool.drains(state, host))
 
-    def member(self, id: str) -> HostOfMember:
-        """The host of a member key. NotFound for a token, which is nobody's."""
-        known = self._known.member(id)
+    @call(Gateway.membership)
+    async def membership(self, request: DescribeMember) -> HostOfMember:
+        """The host of a member key."""
+        return self._member()
+
+    def _member(self) -> HostOfMember:
+        """The host of the request's member key. NotFound for a token, which is nobody's."""
+        known = self._tokens.member(holder.get())
         if known is None:
             raise NotFound("this is the key of no host that has joined", fix="`meshrl join` does")
         return HostOfMember(known.host)

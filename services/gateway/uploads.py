@@ -62,12 +62,13 @@ class Uploads:
 
     async def start(self) -> None:
         """Removes what an earlier process of ours left half way."""
-        await self._host.run_blocking(self._tidy, deadline_s=IO_S)
 
-    def _tidy(self) -> None:
-        self._runs.mkdir(parents=True, exist_ok=True)
-        for left in self._runs.glob(f"{INCOMING}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        def tidy() -> None:
+            self._runs.mkdir(parents=True, exist_ok=True)
+            for left in self._runs.glob(f"{INCOMING}*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+        await self._host.run_blocking(tidy, deadline_s=IO_S)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -92,7 +93,14 @@ class Uploads:
             raise Refused(f"a model does not have {begin.parameters} parameters")
         config = config_of(begin.document)
         arriving.checked_places(config, checked)
-        self._has_room(sum(size for size, _ in checked.values()))
+        needed = sum(size for size, _ in checked.values())
+        arrives = sum(size for u in self._open.values() for size, _ in u.files.values())
+        free = self._host.room(self._runs).disk
+        if needed + arrives + SPARE_BYTES > free:
+            raise StorageFull(
+                f"the bundle has {needed} bytes, and the mesh's disk {free} left",
+                fix="Free some space there",
+            )
         name = uuid.uuid4().hex
         directory = self._runs / f"{INCOMING}{name}"
         upload = self._open[name] = Upload(
@@ -108,15 +116,6 @@ class Uploads:
             del self._open[name]
             remove = partial(shutil.rmtree, directory, ignore_errors=True)
             await self._host.run_blocking(remove, deadline_s=IO_S)
-
-    def _has_room(self, needed: int) -> None:
-        arrives = sum(size for u in self._open.values() for size, _ in u.files.values())
-        free = self._host.room(self._runs).disk
-        if needed + arrives + SPARE_BYTES > free:
-            raise StorageFull(
-                f"the bundle has {needed} bytes, and the mesh's disk {free} left",
-                fix="Free some space there",
-            )
 
     async def put(self, upload: Upload, name: str, offset: int, content: bytes) -> None:
         """Writes a piece. Refused outside of the file's size, or for a file that was not listed."""

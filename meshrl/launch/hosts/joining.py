@@ -27,9 +27,8 @@ from common.mesh.access.line import Line
 from common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
 from common.state.pool.placing import taking
 from meshrl.directory import places, user
-from meshrl.directory.liveness import running_launcher
 from meshrl.directory.ownership import made_private
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace, running_launcher
 from meshrl.job.checks.machine import devices
 from meshrl.launch import background
 from meshrl.launch.background import RootProgram

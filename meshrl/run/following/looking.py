@@ -10,7 +10,6 @@ from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import may_live
-from meshrl.view.live.view import Saying
 from meshrl.view.recording.recorder import ANSWER_S, LOOK_S
 
 T = TypeVar("T")
@@ -19,7 +18,7 @@ GONE_S = 15.0  # of silence before it is asked whether the mesh is still there
 
 async def looks(
     place: MeshPlace,
-    view: Saying,
+    say: Callable[[str], None],
     looking: Callable[[State], Callable[[], Awaitable[T]]],
 ) -> AsyncGenerator[T, None]:
     """What is seen of a mesh, look by look, for as long as it lives. `looking` makes the looks of
@@ -40,7 +39,7 @@ async def looks(
         except TimeoutError:  # is the mesh still there?
             pass
         except (StateUnavailable, DeadlineExceeded):
-            view.say("redis does not answer; asking again")
+            say("redis does not answer; asking again")
         await asyncio.sleep(LOOK_S)
         if not await asyncio.to_thread(may_live, place):
             return

@@ -1,4 +1,6 @@
-"""`meshrl watch`: the view of a run that another process carries on. Nothing is written."""
+"""`meshrl watch`: the view of a run that another process carries on, or of a mesh with several jobs
+until the last one has ended. Nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,34 @@ from typing import Any
 
 from common.base.errors import HistoryLost, NotFound, Refused
 from common.base.files import lines
-from common.state import events, steps
+from common.state import events, jobs, steps
+from common.state.jobs import JobRow, Phase
 from common.state.redis.client import State
-from meshrl.directory.places import read_if_whole
+from meshrl.directory.asking import ask
+from meshrl.directory.places import MeshPlace, read_if_whole, shown
 from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of
-from meshrl.run.following import watching_mesh
 from meshrl.run.following.looking import looks
-from meshrl.run.outcome import INTERRUPTED, RunOutcome, outcome_of
+from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED, STOPPED, outcome_of
 from meshrl.view.history.belonging import Belonging
-from meshrl.view.history.run_snapshot import RunHistory, RunReading, RunSnapshot, snapshot
+from meshrl.view.history.run_snapshot import (
+    RunHistory,
+    RunReading,
+    RunSnapshot,
+    evaluations_of,
+    snapshot,
+)
+from meshrl.view.live.mesh_view import mesh_view_for
 from meshrl.view.live.view import view_for
+from meshrl.view.mesh.frames import MeshWatcher
 from meshrl.view.mesh.snapshot import read_mesh
-from meshrl.view.recording.evaluations import evaluated, last_standing_step
-from meshrl.view.recording.recorded import RECENT, last_step, read_events
+from meshrl.view.recording.recorded import (
+    RECENT,
+    evaluated,
+    last_standing_step,
+    last_step,
+    read_events,
+)
+from meshrl.view.recording.recorder import ANSWER_S
 
 
 class Onlooker:
@@ -57,7 +74,7 @@ class Onlooker:
             job=row,
             rows=self.rows,
             mesh=await read_mesh(state),
-            evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
+            evaluations=evaluations_of(self._evaluated),
             events=mine,
         )
         return snapshot(reading, self._history)
@@ -95,8 +112,8 @@ def watch(chosen: Path | None, mesh: Path | None) -> int:
     works on several jobs, all of them.
     """
     place = mesh_meant(chosen, mesh)
-    if place is not None and watching_mesh.is_of_several(place):
-        return watching_mesh.watch(place)
+    if place is not None and may_live(place) and ask(place, several, ANSWER_S):
+        return _watch_all(place)
     run = run_of(chosen, mesh)
     if not may_live(run.place):
         found = outcome_of(run, live=False)
@@ -107,28 +124,26 @@ def watch(chosen: Path | None, mesh: Path | None) -> int:
     except KeyboardInterrupt:
         print(f"\n{run.job} goes on; `meshrl watch {run.shown}` shows it again")
         return INTERRUPTED
-    found = outcome_of(run) if last is None or not last.over else _seen(run, last)
+    if last is None or not last.over:
+        found = outcome_of(run)
+    else:  # the recorder may not have written the end down yet
+        found = replace(
+            outcome_of(run, live=False),
+            state=last.phase.value,
+            phase=last.phase.value,
+            step=last.step,
+            reward=last.rewards[-1] if last.rewards else None,
+            error=last.error,
+        )
     print("\n".join(found.lines()))
     return found.status
-
-
-def _seen(run: Run, last: RunSnapshot) -> RunOutcome:
-    """How the run ended; who records it may not have written that down yet."""
-    return replace(
-        outcome_of(run, live=False),
-        state=last.phase.value,
-        phase=last.phase.value,
-        step=last.step,
-        reward=last.rewards[-1] if last.rewards else None,
-        error=last.error,
-    )
 
 
 async def _watch(run: Run) -> RunSnapshot | None:
     """The run when it was over, or as it was seen last; None if it was never seen."""
     last: RunSnapshot | None = None
     with view_for(run.directory) as view:
-        found = looks(run.place, view, lambda state: Onlooker(state, run).watch)
+        found = looks(run.place, view.say, lambda state: Onlooker(state, run).watch)
         try:
             async with aclosing(found):
                 async for last, rows in found:
@@ -138,3 +153,37 @@ async def _watch(run: Run) -> RunSnapshot | None:
         except (NotFound, Refused):
             return None  # the mesh was started anew, or has another job of that name
     return last
+
+
+async def several(state: State) -> bool:
+    """Whether more than one job of a mesh goes on."""
+    return sum(not row.ended for row in await jobs.jobs(state)) > 1
+
+
+def _watch_all(place: MeshPlace) -> int:
+    """Shows all jobs of a mesh until none is left or Ctrl-C; the exit status of the worst end."""
+    try:
+        rows = asyncio.run(_watch_mesh(place))
+    except KeyboardInterrupt:
+        print(f"\nthe mesh goes on; `meshrl watch {shown(place.root)}` shows it again")
+        return INTERRUPTED
+    for row in rows:
+        print(f"{row.id}: {row.error or row.phase.replace('_', ' ')}; {row.run_dir}")
+    phases = {row.phase for row in rows}
+    if Phase.FAILED in phases:
+        return FAILED
+    return FINISHED if phases <= {Phase.FINISHED} else STOPPED
+
+
+async def _watch_mesh(place: MeshPlace) -> list[JobRow]:
+    """The jobs as they were when they were seen last."""
+    rows: list[JobRow] = []
+    with mesh_view_for(str(place.root)) as view:
+        found = looks(place, view.say, lambda state: MeshWatcher(state, str(place.root)).watch)
+        async with aclosing(found):
+            async for watcher in found:
+                view.show(watcher.mesh, watcher.frame(), watcher.elapsed_s)
+                rows = list(watcher.mesh.jobs)
+                if all(row.ended for row in rows):
+                    break
+    return rows

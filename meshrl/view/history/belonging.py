@@ -7,8 +7,7 @@ leader, Redis, the store, the planners) and is in every job's record.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from common.state.events import Event
 from common.state.pool.workers.names import service
@@ -37,11 +36,16 @@ class Belonging:
         """Whether the event is in the job's record."""
         fields = event.fields
         if of := fields.get("job"):
-            if of == self.job:
+            if of == self.job and event.kind == "desired":
                 self._learn(event)
             return bool(of == self.job)
-        if event.kind == "services":
-            return self._serves(fields)
+        if event.kind == "services":  # a host runs something for the job, or did until now
+            before = fields["host"] in self._hosts
+            if any(service(name)[1] == self.job for name in fields["services"]):
+                self._hosts.add(fields["host"])
+                return True
+            self._hosts.discard(fields["host"])
+            return before
         if event.kind == "gang":
             return fields["gang"] in self._gangs
         if "worker" in fields:
@@ -52,8 +56,6 @@ class Belonging:
 
     def _learn(self, event: Event) -> None:
         fields = event.fields
-        if event.kind != "desired":
-            return
         resident = str(fields["resident"])
         if fields["role"] == Role.IDLE:
             left = self._workers.pop(resident, frozenset[str]())
@@ -67,16 +69,6 @@ class Belonging:
         if any(worker in workers for workers in self._workers.values()):
             return True
         return worker in self._left and ms - self._left[worker] <= TOGETHER_MS
-
-    def _serves(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a host runs something for the job, or did until now."""
-        host = str(fields["host"])
-        before = host in self._hosts
-        if any(service(name)[1] == self.job for name in fields["services"]):
-            self._hosts.add(host)
-        else:
-            self._hosts.discard(host)
-        return before or host in self._hosts
 
     def _is_of_it(self, name: str, ms: int) -> bool:
         kind, _, rest = name.partition("/")

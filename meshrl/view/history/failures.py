@@ -67,17 +67,15 @@ class ShownFailures:
         """Lines for what nobody has seen yet; counts come with each step, or after AGAIN_S."""
         fresh = [f for f in failures if f.key not in self._shown]
         lines = [first(f) for f in fresh]
-        grown = [f for f in failures if self._shown.get(f.key, (f.count, f.calls))[0] < f.count]
-        grown += [f for f in failures if f not in grown and self._more_calls(f)]
+        before = {f: self._shown.get(f.key, (f.count, f.calls)) for f in failures}
+        grown = [f for f in failures if before[f][0] < f.count]
+        grown += [f for f in failures if f not in grown and before[f][1] < f.calls]
         if grown and (stepped or elapsed_s - self._counted_s >= AGAIN_S):
             lines.append(counts(grown))
             self._counted_s = elapsed_s
             fresh += grown
         self._shown |= {f.key: (f.count, f.calls) for f in fresh}
         return lines
-
-    def _more_calls(self, failure: FailureKind) -> bool:
-        return self._shown.get(failure.key, (0, failure.calls))[1] < failure.calls
 
 
 def first(failure: FailureKind) -> str:
@@ -114,6 +112,11 @@ def of_share(share: float | None) -> str:
         return ""
     percent = 100 * share
     return f" of {percent:.0f} %" if 1 <= percent <= 99 else f" of {percent:.1f} %"
+
+
+def named_figures(figures: Mapping[str, float], shares: Mapping[str, float]) -> str:
+    """Figures by name in a line, each with the share of its samples that it is of."""
+    return ", ".join(f"{n} {value:.3f}{of_share(shares.get(n))}" for n, value in figures.items())
 
 
 def lost(shares: Mapping[str, float], reasons: Mapping[str, int]) -> str:

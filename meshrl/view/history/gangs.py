@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.state.events import Event
+from common.state.pool.store.explained import JUDGED, judged_of
 from common.state.pool.workers.rows import Doing, Role, Tier
-from meshrl.view.history.decided import decisions, figures
-from meshrl.view.history.news import told
+from meshrl.view.history.decisions import decisions, figures
+from meshrl.view.history.moves import seconds
+from meshrl.view.history.news import told, unforeseen
 
-JUDGED = "move_judged"  # what a move has come to, some steps after it
 LEAVING = "leaving"
 LEAVING_S = 10.0  # that a resident is shown which was removed, if nothing tells of its end
 # What the event of a move has beside its reason.
@@ -54,6 +55,29 @@ class TimelineMark:
     at: float  # seconds from the run's start
     text: str
     workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerTimeline:
+    """Everything that happened to the workers of a run that has lasted `end` seconds."""
+
+    spans: Sequence[Span]
+    moves: Sequence[TimelineMark]
+    faults: Sequence[TimelineMark]  # processes that ended unasked
+    end: float
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> WorkerTimeline:
+        """That of a run, whose events are in order."""
+        start_ms = events[0].ms if events else 0
+        end = (events[-1].ms - start_ms) / 1000 if events else 1.0
+        faults = [TimelineMark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
+        return cls(spans(events, start_ms, end), moves(events, start_ms), faults, end)
+
+    @property
+    def rows(self) -> list[str]:
+        """The workers that spans are on, in the order of their numbers."""
+        return sorted({worker for span in self.spans for worker in span.workers}, key=by_number)
 
 
 def spans(events: Iterable[Event], start_ms: int, end: float) -> list[Span]:
@@ -152,39 +176,9 @@ def reason(event: Event) -> str:
     if event.kind == "move_declined":
         return told(event)
     if event.kind == JUDGED:
-        return f"{what(fields)}: {_came_to(fields)}"
+        move = judged_of(event.ms, fields)
+        return f"{told(event)}; {seconds(move.before_s)} before, regret {seconds(move.regret_s)}"
     return ""
-
-
-def what(fields: Mapping[str, Any]) -> str:
-    """A judged move in a few words."""
-    return f"{fields['resident']} from {fields['from']} to {fields['to']}"
-
-
-def _came_to(fields: Mapping[str, Any]) -> str:
-    seconds = ("before", "predicted", "observed", "expected", "regret")
-    said = [f"{name} {float(fields[f'{name}_s']):.2f} s" for name in seconds if _has(fields, name)]
-    return f"{verdict(fields)} ({', '.join(said)} a step)"
-
-
-def _has(fields: Mapping[str, Any], name: str) -> bool:
-    return fields.get(f"{name}_s") is not None
-
-
-def verdict(fields: Mapping[str, Any]) -> str:
-    """Whether a judged move has paid."""
-    paid = "it paid" if fields.get("paid") else "it did not pay"
-    return f"{paid}, and was undone" if fields.get("undone") else paid
-
-
-def judged(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """The fields of the moves that were judged, in their order."""
-    return [event.fields for event in events if event.kind == JUDGED]
-
-
-def rows(found: Sequence[Span]) -> list[str]:
-    """The workers that spans are on, in the order of their numbers."""
-    return sorted({worker for span in found for worker in span.workers}, key=by_number)
 
 
 def by_number(name: str) -> tuple[str, int, str]:

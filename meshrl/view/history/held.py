@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 from common.state.events import Event
 from common.state.jobs import ENDED, JobRow
@@ -15,35 +13,21 @@ WAITING, PAUSED = "waiting", "paused"
 ADMISSION = "admission"
 
 
-@dataclass(frozen=True)
-class OtherLine:
-    """Another job of the mesh in one line."""
-
-    job: str
-    state: str  # its phase, or `waiting: WHY`, or `paused: WHY`
-    step: int
-    steps: int
-    workers: int  # that it has
-
-
 def reason(job: JobRow) -> str:
     """`waiting: WHY` or `paused: WHY` of a job; empty when it runs or has ended."""
     return "" if job.ended else job.held
 
 
-def others(mesh: MeshSnapshot, job: str) -> list[OtherLine]:
-    """The jobs beside `job` that have not ended, in the order in which they were submitted."""
-    return [
-        OtherLine(
-            job=row.id,
-            state=reason(row) or row.phase.replace("_", " "),
-            step=row.steps_done,
-            steps=int(row.document["budget"]["steps"]),
-            workers=len(mesh.workers_of(row.id)),
-        )
-        for row in mesh.live_jobs
-        if row.id != job
-    ]
+def others(mesh: MeshSnapshot, job: str) -> Iterator[str]:
+    """The jobs beside `job` that have not ended, in the order in which they were submitted: a line
+    each.
+    """
+    for row in mesh.live_jobs:
+        if row.id != job:
+            state = reason(row) or row.phase.replace("_", " ")
+            step = f"step {row.steps_done}/{row.document['budget']['steps']}"
+            workers = len(mesh.workers_of(row.id))
+            yield f"{row.id}: {state}, {step}, {workers} worker{'s' if workers != 1 else ''}"
 
 
 def held_s(
@@ -100,7 +84,7 @@ class Going:
 
 def _state_after(event: Event, job: str) -> str | None:
     """`waiting`, `paused` or nothing; None: the event tells nothing of it."""
-    fields: dict[str, Any] = event.fields
+    fields = event.fields
     if fields.get("job") != job:
         return None
     if event.kind == ADMISSION:

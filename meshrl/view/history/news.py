@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from common.base.files import damage
 from common.mesh.process.ends.failure import told as failure_text
 from common.state.events import Event
@@ -30,6 +28,22 @@ ALERTS = {
     damage.EVENT,
 }  # worth a line anywhere
 
+# Kinds of events that always read the same, with the fields of each.
+TEXTS = {
+    "lost": "worker {worker} is lost: {reason}",
+    "host_back": "host {host} is back",
+    "worker_gave_up": "{name} does not stay up: {why}",
+    "unrecorded": "the run is not recorded: {why}",
+    "durable_failed": "what another head would go on from is not copied: {error}",
+    "durable_taken_over": "another mesh has taken over {url}: nothing is copied there any more",
+    "version_copy_failed": "a version is not copied to {url}: {error}",
+    "weights_quota": "weights.quota_gb: {why}. {fix}",
+    "weights_refused": "training waits, as weights.quota_gb is too little: {why}. {fix}",
+    "history_lost": "history_lost: events after {since} up to {through} are on no record; "
+    "the account goes on from Redis' rows",
+    "move_declined": "a move was declined: {reason}",
+}
+
 
 def unforeseen(event: Event) -> bool:
     """Whether it tells of a process that ended though nobody had asked it to."""
@@ -39,6 +53,8 @@ def unforeseen(event: Event) -> bool:
 def told(event: Event) -> str:
     """An event as a line for people; empty for those that are no news."""
     f = event.fields
+    if text := TEXTS.get(event.kind):
+        return text.format_map(f)
     if event.kind == "move":
         line = f"{f['gang']} moved from {f['from']} to {f['to']}"
         if f.get("undone"):
@@ -48,17 +64,15 @@ def told(event: Event) -> str:
             return f"{line}: {times} a step"
         return f"{line} ({f.get('policy', '')})"
     if unforeseen(event):
-        return _ended(f)
+        error, count = failure_text(f.get("error", {})), int(f.get("times", 1))
+        how = f"ended by {error}" if error else f"ended ({f['why']})"
+        often = f", {count} times so far" if count > 1 else ""
+        then = "it is not started again" if f.get("final") else f"it starts again{often}"
+        return f"{f['name']} {how}; {then}"
     if event.kind == ADMISSION:
         return f"the job is {f['held']}" if f["held"] else "the job runs"
-    if event.kind == "lost":
-        return f"worker {f['worker']} is lost: {f['reason']}"
     if event.kind == "host_lost":
         return f"host {f['host']} is lost, with {', '.join(f['workers']) or 'no worker'}"
-    if event.kind == "host_back":
-        return f"host {f['host']} is back"
-    if event.kind == "worker_gave_up":
-        return f"{f['name']} does not stay up: {f['why']}"
     if event.kind == "gpu":
         return gpus.told(f)
     if event.kind == "phase" and f["phase"] == Phase.FAILED:
@@ -68,25 +82,8 @@ def told(event: Event) -> str:
         return f"from step {int(f['version']) + 1} on: {', '.join(changes)}"
     if event.kind == damage.EVENT:
         return damage.sentence(f)
-    if event.kind == "unrecorded":
-        return f"the run is not recorded: {f['why']}"
-    if event.kind == "durable_failed":
-        return f"what another head would go on from is not copied: {f['error']}"
-    if event.kind == "durable_taken_over":
-        return f"another mesh has taken over {f['url']}: nothing is copied there any more"
-    if event.kind == "version_copy_failed":
-        return f"a version is not copied to {f['url']}: {f['error']}"
-    if event.kind == "weights_quota":
-        return f"weights.quota_gb: {f['why']}. {f['fix']}"
-    if event.kind == "weights_refused":
-        return f"training waits, as weights.quota_gb is too little: {f['why']}. {f['fix']}"
     if event.kind == "storage_full":
         return f"{f['why']} It was so for {float(f['seconds']):.0f} s"
-    if event.kind == "history_lost":
-        span = f"events after {f['since']} up to {f['through']}"
-        return f"history_lost: {span} are on no record; the account goes on from Redis' rows"
-    if event.kind == "move_declined":
-        return f"a move was declined: {f['reason']}"
     if event.kind == JUDGED:
         return moves.line(judged_of(event.ms, f))
     if event.kind == "epoch":
@@ -97,13 +94,3 @@ def told(event: Event) -> str:
 def is_worth_a_line(times: int) -> bool:
     """Whether it is told that something has happened again: the more often, the more rarely."""
     return times <= 3 or times & (times - 1) == 0
-
-
-def _ended(fields: dict[str, Any]) -> str:
-    """Who ended, why, and how often already."""
-    error = failure_text(fields.get("error", {}))
-    how = f"ended by {error}" if error else f"ended ({fields['why']})"
-    times = int(fields.get("times", 1))
-    often = f", {times} times so far" if times > 1 else ""
-    then = "it is not started again" if fields.get("final") else f"it starts again{often}"
-    return f"{fields['name']} {how}; {then}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,15 +13,14 @@ from common.state.jobs import ENDED, JobRow, Phase
 from common.state.lifecycle.accounting import COUNTED
 from common.state.registry import Entry
 from meshrl.view.history.failures import FailureKind, Heard
-from meshrl.view.history.held import OtherLine, others, reason
+from meshrl.view.history.held import others, reason
 from meshrl.view.history.news import ALERTS, is_worth_a_line, told
 from meshrl.view.mesh import prefixes
 from meshrl.view.mesh.processes import owner
-from meshrl.view.mesh.quiet import quiet_ms
-from meshrl.view.mesh.quiet import told as no_progress
+from meshrl.view.mesh.quiet import quiet_text
 from meshrl.view.mesh.rates import TokenRate, time_to_go, trained_rate
 from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.mesh.workers import WorkerLine, WorkerSums, worker_lines, worker_sums
+from meshrl.view.mesh.workers import WorkerLine, WorkerSums, worker_lines
 
 CURVE = 500  # the last steps whose rewards are shown
 
@@ -60,7 +59,7 @@ class RunSnapshot:
     entropy: float = 0.0
     workers: tuple[WorkerLine, ...] = ()  # those of the job, and idle ones
     elsewhere: WorkerSums = field(default_factory=WorkerSums)  # the others
-    others: tuple[OtherLine, ...] = ()  # jobs on the same mesh that have not ended
+    others: tuple[str, ...] = ()  # jobs on the same mesh that have not ended, a line each
     held: str = ""  # why the job waits or is paused; empty: it runs
     prefixes: dict[str, float] = field(default_factory=dict)  # loaded, of the engines that live
     in_flight: int = 0
@@ -88,7 +87,7 @@ class RunReading:
     job: JobRow
     rows: Sequence[dict[str, Any]]  # all step rows so far
     mesh: MeshSnapshot
-    evaluations: Sequence[dict[str, Any]]
+    evaluations: Sequence[Evaluation]
     events: Sequence[Event]  # new since the last look
 
     @property
@@ -124,6 +123,8 @@ def snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
     rollouts = [e for e in own if e.alive and e.kind == "rollout"]
     last = rows[-1] if rows else {}
     tokens = sum(e.stats.get("tokens", 0) for e in rollouts)
+    workers, elsewhere = worker_lines(reading.mesh, reading.job.id)
+    quiet = quiet_text(reading.job, reading.mesh.renewed_ms)
     shot = RunSnapshot(
         job=reading.job.id,
         phase=reading.job.phase,
@@ -134,15 +135,15 @@ def snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         eta_s=time_to_go(rows, steps),
         warm_start=max((CoreStats.of(e.stats).warm_start for e in own), default=0),
         rewards=tuple(float(row["reward"]) for row in rows[-CURVE:]),
-        evaluations=tuple(map(evaluation, reading.evaluations)),
+        evaluations=tuple(reading.evaluations),
         rolled_out_s=history.tokens.see(reading.at, tokens),
         trained_s=trained_rate(rows),
         staleness=float(last.get("staleness", 0)),
         max_staleness=int(document["algorithm"]["max_staleness"]),
         logprob_gap=next((r["logprob_gap"] for r in reversed(rows) if r["logprob_gap"]), None),
         entropy=float(last.get("entropy", 0)),
-        workers=tuple(worker_lines(reading.mesh, reading.job.id)),
-        elsewhere=worker_sums(reading.mesh, reading.job.id),
+        workers=tuple(workers),
+        elsewhere=elsewhere,
         others=tuple(others(reading.mesh, reading.job.id)),
         held=reason(reading.job),
         prefixes=prefixes.of_engines(own),
@@ -152,9 +153,15 @@ def snapshot(reading: RunReading, history: RunHistory) -> RunSnapshot:
         alerts=tuple(history.alerts),
         failures=history.failures.all,
         error=reading.job.error,
+        quiet=f"{quiet}. `meshrl status --stalled` says more." if quiet else "",
     )
-    quiet, full = _quiet(reading), _without_room(own) or prefixes.trouble(own)
-    return replace(shot, full=full, quiet=quiet, **_histogram(rollouts))
+    return replace(shot, full=_without_room(own) or prefixes.trouble(own), **_histogram(rollouts))
+
+
+def evaluations_of(events: Iterable[Event]) -> list[Evaluation]:
+    """What events `evaluation` tell of, the last of each tag."""
+    by_tag = {event.fields["tag"]: event.fields for event in events}
+    return list(map(evaluation, by_tag.values()))
 
 
 def evaluation(row: dict[str, Any]) -> Evaluation:
@@ -172,21 +179,13 @@ def evaluation(row: dict[str, Any]) -> Evaluation:
     )
 
 
-def _quiet(reading: RunReading) -> str:
-    """That the job has made no progress for long; empty while it does."""
-    since_s = quiet_ms(reading.job, reading.mesh.renewed_ms) / 1000
-    if not since_s:
-        return ""
-    return f"for {since_s:.0f} s {no_progress(reading.job)}. `meshrl status --stalled` says more."
-
-
 def _without_room(entries: Sequence[Entry]) -> str:
     """Which process waits for room on a disk, if one does."""
     waits = ((e.name, str(w["what"])) for e in entries if e.alive for w in e.waits)
-    found = next(((n, what) for n, what in waits if what.startswith("room ")), None)
-    if found is None:
-        return ""
-    return f"a disk is full: {found[0]} waits for {found[1]}. Make room: it goes on by itself."
+    for name, what in waits:
+        if what.startswith("room "):
+            return f"a disk is full: {name} waits for {what}. Make room: it goes on by itself."
+    return ""
 
 
 def _histogram(rollouts: Sequence[Entry]) -> dict[str, Any]:

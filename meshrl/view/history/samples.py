@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.base.files.lines import row_of
+from common.base.files.lines import row_of, whole
 
 Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed
@@ -22,26 +22,18 @@ def files(run_dir: Path) -> list[Path]:
 
 
 def read(run_dir: Path) -> list[Sample]:
-    """All samples of a run, oldest first; a line that is being written is left for later."""
-    found = [sample for path in files(run_dir) for sample in parsed(path.read_bytes())]
+    """All samples of a run, oldest first, that are not damaged; a line that is being written is
+    left for later.
+    """
+    found = (sample for path in files(run_dir) for sample in whole(path))
     return sorted(found, key=lambda sample: float(sample["at"]))
 
 
 def evaluated(run_dir: Path) -> list[Sample]:
     """Those of evaluations, oldest first; the others, which may be many, are not held."""
-    found: list[Sample] = []
-    for path in files(run_dir):
-        with path.open("rb") as file:
-            for line in file:
-                found += (sample for sample in parsed(line) if sample.get("evaluation"))
+    every = (sample for path in files(run_dir) for sample in whole(path))
+    found = (sample for sample in every if sample.get("evaluation"))
     return sorted(found, key=lambda sample: float(sample["at"]))
-
-
-def parsed(content: bytes) -> Iterator[Sample]:
-    """The whole lines of a file; those that are damaged or cut short are left out."""
-    for line in content.split(b"\n")[:-1]:
-        if (sample := row_of(line)) is not None:
-            yield sample
 
 
 def damaged(run_dir: Path) -> list[str]:
@@ -68,7 +60,8 @@ def come(run_dir: Path, read_to: dict[Path, int]) -> Iterator[Sample]:
             content = file.read()
         content = content[: content.rfind(b"\n") + 1]
         read_to[path] = at + len(content)
-        yield from parsed(content)
+        rows = map(row_of, content.split(b"\n")[:-1])
+        yield from (sample for sample in rows if sample is not None)
 
 
 def chosen(samples: Sequence[Sample], order: str, most: int) -> list[Sample]:

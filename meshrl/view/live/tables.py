@@ -1,4 +1,4 @@
-"""What `meshrl status` and `meshrl workers` print of a mesh: jobs, processes, workers."""
+"""What `meshrl status`, `workers` and `hosts` print of a mesh: jobs, processes, workers, hosts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.state.jobs import JobRow
+from common.state.jobs import JobRow, Phase
+from common.state.pool.placing.taking import ALL
 from common.state.pool.store.explained import Judged
-from common.state.pool.workers.rows import Resident, Role
+from common.state.pool.workers.rows import Role
 from common.state.registry import Entry
 from meshrl.view.history.held import reason
 from meshrl.view.history.moves import outcome, seconds
 from meshrl.view.live import printing
 from meshrl.view.live.view import ROLE_COLORS, tier
 from meshrl.view.mesh import gpus
+from meshrl.view.mesh.hosts import HostRow
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.mesh.workers import lines
 
@@ -32,9 +34,9 @@ def jobs(mesh: MeshSnapshot) -> Table:
         part = row.document.get("pool", {})
         table.add_row(
             row.id,
-            state(row),
-            progress(row),
-            "" if row.ended else has(mesh, row.id),
+            state(reason(row), row.phase),
+            f"{row.steps_done}/{row.document['budget']['steps']}",
+            "" if row.ended else has(len(mesh.workers_of(row.id)), mesh.entitled.get(row.id)),
             str(part.get("priority", 0)),
             f"{part.get('share', 1.0):g}",
             str(row.trained),
@@ -48,22 +50,16 @@ def whys(rows: Sequence[JobRow]) -> list[str]:
     return [f"{row.id} is {reason(row)}" for row in rows if reason(row)]
 
 
-def state(row: JobRow) -> Text:
-    """Whether a job waits or is paused, or else its phase."""
-    if held := reason(row):
+def state(held: str, phase: str) -> Text:
+    """Return what a job does: `held` is why it waits or is paused, empty if it does neither."""
+    if held:
         return Text(held.partition(":")[0], style="yellow")
-    return Text(row.phase.replace("_", " "))
+    return Text(phase.replace("_", " "), style="red" if phase == Phase.FAILED else "")
 
 
-def progress(row: JobRow) -> str:
-    """Steps done, of how many."""
-    return f"{row.steps_done}/{row.document['budget']['steps']}"
-
-
-def has(mesh: MeshSnapshot, job: str) -> str:
+def has(workers: int, entitled: int | None) -> str:
     """How many workers a job has, and how many it is to have."""
-    count = len(mesh.workers_of(job))
-    return f"{count}/{mesh.entitled[job]}" if job in mesh.entitled else str(count)
+    return str(workers) if entitled is None else f"{workers}/{entitled}"
 
 
 def processes(mesh: MeshSnapshot) -> Table:
@@ -83,7 +79,15 @@ def workers(mesh: MeshSnapshot) -> Table:
     table = printing.table("worker", "on", "gang", "resident", "job", "role", "tier", "state", "")
     residents = {resident.id: resident for _, resident in mesh.residents}
     for line in lines(mesh):
-        resident = residents.get(line.resident)
+        notes = [line.gpu]
+        if (one := residents.get(line.resident)) is not None:
+            notes = [
+                line.doing if one.role != Role.SCORING else "",
+                "by turns" if one.turns else "",
+                "placed by hand" if one.pinned else "",
+                one.detail,
+                line.gpu,
+            ]
         table.add_row(
             line.worker,
             line.accelerator,
@@ -93,28 +97,14 @@ def workers(mesh: MeshSnapshot) -> Table:
             Text(line.role, style=ROLE_COLORS.get(line.role, "")),
             tier(line),
             line.state,
-            ", ".join(filter(None, [*_notes(resident, line.doing), line.gpu])),
+            ", ".join(filter(None, notes)),
         )
     return table
 
 
-def _notes(resident: Resident | None, doing: str) -> list[str]:
-    """What else there is to say of a resident."""
-    if resident is None:
-        return []
-    notes = [
-        doing if resident.role != Role.SCORING else "",
-        "by turns" if resident.turns else "",
-        "placed by hand" if resident.pinned else "",
-        resident.detail,
-    ]
-    return [note for note in notes if note]
-
-
-def troubles(mesh: MeshSnapshot) -> list[str]:
-    """Why jobs have failed, and which processes have ended unasked, a line each."""
-    failed = [f"{row.id} failed: {row.error}" for row in mesh.jobs if row.error]
-    return failed + [
+def ends(mesh: MeshSnapshot) -> list[str]:
+    """Which processes have ended unasked, a line each."""
+    return [
         f"{end.name} ended {(mesh.now_ms - end.at_ms) / 1000:.0f} s ago"
         + (f", {end.times} times in all" if end.times > 1 else "")
         + f": {end.told}"
@@ -169,7 +159,34 @@ def moves(found: Iterable[Judged]) -> Table:
     return made
 
 
+HOST_COLUMNS = (
+    *("host", "state", "address", "since", "workers", "services"),
+    *("busy", "trip", "clock", ""),
+)
 MOVE_COLUMNS = (
     *("judged", "step", "gang", "moved", "rule"),
     *("before", "without", "predicted", "observed", "regret", "outcome"),
 )
+
+
+def hosts(found: list[HostRow]) -> Table:
+    """A row a host; of its services how many there are, and what may be, where that is not all."""
+    made = printing.table(*HOST_COLUMNS)
+    for row in found:
+        kinds = sorted({accelerator.partition(":")[0] for accelerator in row.accelerators})
+        takes = "" if set(row.takes) == set(ALL) else f" {' '.join(row.takes) or 'none'}"
+        notes = ["head" if row.head else "", f"{row.planner} stands by" if row.planner else ""]
+        since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
+        made.add_row(
+            row.host,
+            row.state,
+            row.address,
+            since,
+            f"{len(row.workers)} {'+'.join(kinds)}".strip(),
+            f"{len(row.services)}{takes}",
+            "" if row.cores is None else f"{row.busy_cores:.1f} of {row.cores:g}",
+            "" if row.trip_ms is None else f"{row.trip_ms:.1f} ms",
+            "" if row.ahead_ms is None else f"{row.ahead_ms:+.0f} ms",
+            ", ".join(filter(None, [*notes, row.draining])),
+        )
+    return made

@@ -2,87 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from common.state.jobs import Phase
-from meshrl.view.frames.frame import Frame, JobFrame, MoveFrame, ResidentFrame
 from meshrl.view.history import moves
 from meshrl.view.live import printing
+from meshrl.view.live.tables import has, state
 from meshrl.view.live.tables import moves as moves_table
 from meshrl.view.live.view import ROLE_COLORS, sparkline
+from meshrl.view.mesh.frames import Frame, JobFrame, MoveFrame, ResidentFrame
 
 MOVES = 5  # judged moves that are shown, the last ones
 CURVE = 16  # rewards
 
 
-def screen(frame: Frame, *, trouble: str = "", at: str = "") -> RenderableType:
+def screen(frame: Frame, *, trouble: str = "") -> RenderableType:
     """The frame with a border, for a terminal that is redrawn; `trouble`: why it is not of now."""
     parts = tables(frame)
     if trouble:
         parts.insert(0, Text(trouble, style="bold red"))
-    title = Text.assemble(("meshrl top", "bold"), f"  {at}".rstrip())
-    return Panel(Group(*parts), title=title, title_align="left")
+    return Panel(Group(*parts), title=Text("meshrl top", "bold"), title_align="left")
 
 
 def tables(frame: Frame) -> list[RenderableType]:
     """What there is to show, the most wanted first: gangs may be many."""
-    parts: list[RenderableType] = [_jobs(frame.jobs), _rates(frame.jobs)]
-    if not frame.jobs:
-        parts = [Text("no job goes on", style="dim")]
-    parts += [Text("\n".join(said), style="yellow")] if (said := list(_whys(frame.jobs))) else []
-    if wrong := [f"{j.job} {j.error or j.quiet}" for j in frame.jobs if j.error or j.quiet]:
-        parts.append(Text("\n".join(wrong), style="bold red"))
+    parts = jobs(frame)
     if frame.hosts:
-        parts.append(Text("   ".join(_hosts(frame)), style="dim"))
+        busy = (f"{h.host}: {h.busy_cores:.1f} of {h.cores:g} cores busy" for h in frame.hosts)
+        parts.append(Text("   ".join(busy), style="dim"))
     if frame.moves:
         parts.append(Text("\n".join(map(under_way, frame.moves)), style="cyan"))
     if frame.judged:
         parts.append(moves_table(frame.judged[-MOVES:]))
     if frame.residents:
         parts.append(_gangs(frame.residents))
-    parts += [Text(line, style="dim") for line in _others(frame)]
+    for what, workers in (("idle", frame.idle), ("lost", frame.lost)):
+        if workers:
+            parts.append(Text(f"{what}: {' '.join(workers)}", style="dim"))
+    return parts
+
+
+def jobs(frame: Frame) -> list[RenderableType]:
+    """The jobs of a frame, their rates, and why some do nothing."""
+    if not frame.jobs:
+        return [Text("no job goes on", style="dim")]
+    parts: list[RenderableType] = [_jobs(frame.jobs), _rates(frame.jobs)]
+    whys = [f"{job.job} is {job.held}" for job in frame.jobs if job.held]
+    whys += [f"{j.job}: {j.now.verdict}" for j in frame.jobs if j.now and j.now.verdict]
+    if whys:
+        parts.append(Text("\n".join(whys), style="yellow"))
+    failed = [f"{job.job} failed: {job.error}" for job in frame.jobs if job.error]
+    quiet = [f"{job.job} {job.quiet}" for job in frame.jobs if job.quiet and not job.error]
+    if wrong := failed + quiet:
+        parts.append(Text("\n".join(wrong), style="bold red"))
     return parts
 
 
 def _jobs(jobs: Sequence[JobFrame]) -> Table:
     table = printing.table("job", "phase", "step", "steps/min", "reward", "", "workers", "a step")
     for job in jobs:
+        predicted = "-"  # seconds a step
+        if job.now is not None and job.now.step_s:
+            binds = f", {job.now.binds}" if job.now.binds else ""
+            predicted = moves.seconds(job.now.step_s) + binds
         table.add_row(
             job.job,
-            _state(job),
+            state(job.held, job.phase),
             f"{job.step}/{job.steps}",
             _number(job.steps_per_min, ".3g"),
             _number(job.reward, ".3f"),
             sparkline(job.rewards[-CURVE:]),
-            _workers(job),
-            _predicted(job),
+            "-" if job.workers is None else has(job.workers, job.entitled),
+            predicted,
         )
     return table
-
-
-def _state(job: JobFrame) -> Text:
-    if job.held:
-        return Text(job.held.partition(":")[0], style="yellow")
-    return Text(job.phase.replace("_", " "), style="red" if job.phase == Phase.FAILED else "")
-
-
-def _workers(job: JobFrame) -> str:
-    """Those that it has, of those that it is to have."""
-    if job.workers is None:
-        return "-"
-    return str(job.workers) if job.entitled is None else f"{job.workers}/{job.entitled}"
-
-
-def _predicted(job: JobFrame) -> str:
-    now = job.now
-    if now is None or not now.step_s:
-        return "-"
-    return moves.seconds(now.step_s) + (f", {now.binds}" if now.binds else "")
 
 
 def _rates(jobs: Sequence[JobFrame]) -> Table:
@@ -102,19 +99,6 @@ def _rates(jobs: Sequence[JobFrame]) -> Table:
     return table
 
 
-def _whys(jobs: Sequence[JobFrame]) -> Iterator[str]:
-    for job in jobs:
-        if job.held:
-            yield f"{job.job} is {job.held}"
-        if job.now is not None and job.now.verdict:
-            yield f"{job.job}: {job.now.verdict}"
-
-
-def _hosts(frame: Frame) -> Iterator[str]:
-    for host in frame.hosts:
-        yield f"{host.host}: {host.busy_cores:.1f} of {host.cores:g} cores busy"
-
-
 def under_way(move: MoveFrame) -> str:
     """A move that is not complete, in a line."""
     rule = f" ({move.rule})" if move.rule else ""
@@ -130,27 +114,19 @@ def _gangs(residents: Sequence[ResidentFrame]) -> Table:
         "gang", "workers", "job", "resident", "role", "tier", "state", "tp", "doing"
     )
     for one in residents:
+        role = "training" if one.role == "core" else one.role
         table.add_row(
             one.gang,
             " ".join(one.workers),
             one.job,
             one.resident,
-            Text(
-                one.role, style=ROLE_COLORS.get("training" if one.role == "core" else one.role, "")
-            ),
+            Text(one.role, style=ROLE_COLORS.get(role, "")),
             one.tier if one.tier == one.wanted else f"{one.tier} -> {one.wanted}",
             one.state,
             _number(one.tensor_parallel, "d"),
             one.doing,
         )
     return table
-
-
-def _others(frame: Frame) -> Iterator[str]:
-    if frame.idle:
-        yield f"idle: {' '.join(frame.idle)}"
-    if frame.lost:
-        yield f"lost: {' '.join(frame.lost)}"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:

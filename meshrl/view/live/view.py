@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -20,8 +20,16 @@ from common.base.host.terminal import guarded_output
 from common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
 from common.state.jobs import Phase
 from common.state.pool.workers.rows import Role
-from meshrl.view.history.failures import SHOWN, ShownFailures, counted, first, lost, of_share
-from meshrl.view.history.held import OtherLine
+from meshrl.view.guard import WarningGuard
+from meshrl.view.history.failures import (
+    SHOWN,
+    ShownFailures,
+    counted,
+    first,
+    lost,
+    named_figures,
+    of_share,
+)
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.mesh.prefixes import told
 from meshrl.view.mesh.workers import WorkerLine, WorkerSums
@@ -36,41 +44,22 @@ ROLE_COLORS: dict[str, str] = {
 }
 CURVE_WIDTH = 60
 OTHERS = 6  # other jobs that are shown by name
+# What is said when nothing stands in the way any more, by the field of a snapshot that tells it.
+OVER = {
+    "full": "there is room on the disk again",
+    "held": "the job runs",
+    "quiet": "the job comes further again",
+    "trouble": "redis answers again",
+}
 
 
-class Saying(Protocol):
-    def __enter__(self) -> Self: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None: ...
-    def say(self, text: str) -> None: ...
-
-
-class View(Saying, Protocol):
-    def show(self, shot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None: ...
-
-
-def view_for(run_dir: Path) -> View:
+def view_for(run_dir: Path) -> LiveView | RunLines:
     """The live view when stdout is a terminal, else lines."""
     return LiveView(run_dir) if sys.stdout.isatty() else RunLines()
 
 
-class RunLines:
-    """One line for each step, evaluation and change of phase; for logs and pipes."""
-
-    def __init__(self) -> None:
-        self._steps = -1
-        self._evaluations = 0
-        self._phase: Phase | None = None
-        self._trouble = False
-        self._full = ""
-        self._alerts = 0
-        self._quiet = False
-        self._held = ""
-        self._failures = ShownFailures()
+class PrintedLines:
+    """Base of the views that print lines."""
 
     def __enter__(self) -> Self:
         return self
@@ -81,32 +70,37 @@ class RunLines:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
+
+class RunLines(PrintedLines):
+    """One line for each step, evaluation and change of phase; for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._steps = -1
+        self._evaluations = 0
+        self._phase: Phase | None = None
+        self._shown: dict[str, str] = {}  # by what stands in the way, see `OVER`
+        self._alerts = 0
+        self._failures = ShownFailures()
+
     def show(self, shot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
+        at = f"[{clock(shot.elapsed_s)}]"
         if self._phase != Phase.TRAINING:  # after training, the last steps come before the news
             self._show_phase(shot)
-        if bool(shot.full) != bool(self._full):
-            self._full = shot.full
-            self.say(f"[{clock(shot.elapsed_s)}] {shot.full or 'there is room on the disk again'}")
-        if shot.held != self._held:
-            self._held = shot.held
-            self.say(f"[{clock(shot.elapsed_s)}] {shot.held or 'the job runs'}")
-        if bool(shot.quiet) != self._quiet:
-            self._quiet = bool(shot.quiet)
-            self.say(f"[{clock(shot.elapsed_s)}] {shot.quiet or 'the job comes further again'}")
-        if bool(shot.trouble) != self._trouble:
-            self._trouble = bool(shot.trouble)
-            self.say(f"[{clock(shot.elapsed_s)}] {shot.trouble or 'redis answers again'}")
+        for name, over in OVER.items():
+            now, before = getattr(shot, name), self._shown.get(name, "")
+            if now != before if name == "held" else bool(now) != bool(before):
+                self.say(f"{at} {now or over}")
+            self._shown[name] = now
         for alert in shot.alerts[self._alerts :]:
-            self.say(f"[{clock(shot.elapsed_s)}] {alert}")
+            self.say(f"{at} {alert}")
         self._alerts = len(shot.alerts)
         if self._steps < 0:  # what a resumed run did before is not news
             self._steps = 0 if len(rows) <= 1 else int(rows[-1]["step"])
         new = list(takewhile(lambda row: row["step"] > self._steps, reversed(rows)))[::-1]
-        stepped = bool(new)
         for row in new:
             self.say(step_line(row, shot))
-        for line in self._failures.news(shot.failures, stepped, shot.elapsed_s):
-            self.say(f"[{clock(shot.elapsed_s)}] {line}")
+        for line in self._failures.news(shot.failures, bool(new), shot.elapsed_s):
+            self.say(f"{at} {line}")
         self._steps = int(rows[-1]["step"]) if rows else 0
         self._show_phase(shot)
         for evaluation in shot.evaluations[self._evaluations :]:
@@ -164,7 +158,9 @@ def screen(shot: RunSnapshot, run_dir: Path) -> RenderableType:
     if shot.held:
         parts.insert(0, Text(shot.held, style="yellow"))
     if shot.others:
-        parts.append(_others(shot.others))
+        more = len(shot.others) - OTHERS
+        beside = [*shot.others[:OTHERS], *([f"and {more} more"] if more > 0 else [])]
+        parts.append(_named([("beside", "\n".join(beside))]))
     if shot.histogram:
         parts.append(_in_flight(shot))
     if shot.failures:
@@ -194,11 +190,8 @@ def _progress(shot: RunSnapshot) -> RenderableType:
 
 
 def _learning(shot: RunSnapshot) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
     now = f"{shot.rewards[-1]:.3f}" if shot.rewards else "-"
-    grid.add_row("reward", f"{now}  {sparkline(shot.rewards[-CURVE_WIDTH:])}")
+    rows = [("reward", f"{now}  {sparkline(shot.rewards[-CURVE_WIDTH:])}")]
     held = "   ".join(
         f"{e.step}: {e.sampled:.3f}{of_share(e.shares.get(SAMPLED))}"
         + (f" ({e.greedy:.3f} greedy)" if e.greedy is not None else "")
@@ -207,18 +200,17 @@ def _learning(shot: RunSnapshot) -> RenderableType:
     )
     last = shot.evaluations[-1] if shot.evaluations else None
     missing = lost(last.shares, last.reasons) if last else ""
-    grid.add_row("held-out", "   ".join(filter(None, (held, missing))) or "-")
-    if shot.evaluations and (others := other_figures(shot.evaluations[-1])):
-        grid.add_row("evaluated", f"{shot.evaluations[-1].step}: {others}")
-    grid.add_row("tokens/s", f"{shot.rolled_out_s:,.0f} rolled out   {shot.trained_s:,.0f} trained")
+    rows.append(("held-out", "   ".join(filter(None, (held, missing))) or "-"))
+    if last and (others := other_figures(last)):
+        rows.append(("evaluated", f"{last.step}: {others}"))
+    speed = f"{shot.rolled_out_s:,.0f} rolled out   {shot.trained_s:,.0f} trained"
+    rows.append(("tokens/s", speed))
     if said := told(shot.prefixes):
-        grid.add_row("prefixes", said)
-    grid.add_row(
-        "off-policy",
-        f"staleness {shot.staleness:.2f} (at most {shot.max_staleness})   "
-        f"log-probability gap {gap(shot.logprob_gap)}   entropy {shot.entropy:.2f}",
-    )
-    return grid
+        rows.append(("prefixes", said))
+    stale = f"staleness {shot.staleness:.2f} (at most {shot.max_staleness})"
+    apart = f"log-probability gap {gap(shot.logprob_gap)}"
+    rows.append(("off-policy", f"{stale}   {apart}   entropy {shot.entropy:.2f}"))
+    return _named(rows)
 
 
 def _workers(shot: RunSnapshot) -> RenderableType:
@@ -249,22 +241,14 @@ def elsewhere(sums: WorkerSums) -> str:
     return f"workers not shown: {', '.join(parts)}" if parts else ""
 
 
-def _others(others: Sequence[OtherLine]) -> RenderableType:
-    """The other jobs of the mesh, one line each."""
-    rows = [
-        f"{other.job}: {other.state}, step {other.step}/{other.steps}, {_count(other.workers)}"
-        for other in others[:OTHERS]
-    ]
-    rows += [f"and {len(others) - OTHERS} more"] if len(others) > OTHERS else []
+def _named(rows: Iterable[tuple[str, RenderableType]], wraps: bool = True) -> Table:
+    """Rows, each with its name in front."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
-    grid.add_column()
-    grid.add_row("beside", "\n".join(rows))
+    grid.add_column(no_wrap=not wraps)
+    for row in rows:
+        grid.add_row(*row)
     return grid
-
-
-def _count(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def _in_flight(shot: RunSnapshot) -> RenderableType:
@@ -276,13 +260,12 @@ def _in_flight(shot: RunSnapshot) -> RenderableType:
     width = max(map(len, labels), default=1)
     spread = " ".join(bar * width for bar in bars)
     axis = " ".join(label.rjust(width) for label in labels)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_row("in flight", f"{shot.in_flight} trajectories, by tokens so far")
-    grid.add_row("", Text(spread, style="cyan"))
-    grid.add_row("", Text(axis, style="dim"))
-    return grid
+    rows: list[tuple[str, RenderableType]] = [
+        ("in flight", f"{shot.in_flight} trajectories, by tokens so far"),
+        ("", Text(spread, style="cyan")),
+        ("", Text(axis, style="dim")),
+    ]
+    return _named(rows, wraps=False)
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -333,10 +316,40 @@ def evaluation_line(evaluation: Evaluation) -> str:
 def other_figures(evaluation: Evaluation) -> str:
     """The figures of the datasets beside the held-out set."""
     others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
-    shares = evaluation.shares
-    return ", ".join(f"{n} {value:.3f}{of_share(shares.get(n))}" for n, value in others.items())
+    return named_figures(others, evaluation.shares)
 
 
 def roles(workers: Sequence[WorkerLine], job: str) -> str:
     """`w0:training w1:rollout`, of those that serve the job."""
     return " ".join(f"{w.worker}:{w.role}" for w in workers if w.resident and w.job == job)
+
+
+class GuardedView:
+    """A view of a run whose faults, such as a closed pipe, do not end the run."""
+
+    def __init__(self, view: LiveView | RunLines) -> None:
+        self._view, self._guard = view, WarningGuard()
+
+    def __enter__(self) -> Self:
+        with self._guard("the view"):
+            self._view.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        with self._guard("the view"):
+            self._view.__exit__(kind, error, tb)
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        with self._guard("the view"):
+            self._view.say(text)
+
+    def show(self, shot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
+        """Draw a snapshot of the run."""
+        with self._guard("the view"):
+            self._view.show(shot, rows)

@@ -11,6 +11,7 @@ from meshrl.view.mesh.snapshot import MeshSnapshot
 
 PREFIX = "gpu_"  # of an agent's figures, each a table by worker
 GIB = 1 << 30
+MEASURED = {"utilization": "{:.0%}", "temperature_celsius": "{} °C", "power_watts": "{:.0f} W"}
 
 
 def figures(worker: WorkerRow, stats: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -32,12 +33,7 @@ def line(found: Mapping[str, Any]) -> str:
     if "total_bytes" in found:
         used = found["used_bytes"] / GIB
         parts.append(f"{used:.0f} of {found['total_bytes'] / GIB:.0f} GiB")
-    if "utilization" in found:
-        parts.append(f"{found['utilization']:.0%}")
-    if "temperature_celsius" in found:
-        parts.append(f"{found['temperature_celsius']} °C")
-    if "power_watts" in found:
-        parts.append(f"{found['power_watts']:.0f} W")
+    parts += [text.format(found[name]) for name, text in MEASURED.items() if name in found]
     if reasons := found.get("throttle_reasons"):
         parts.append(f"slowed by {', '.join(reasons)}")
     if errors := found.get("ecc_uncorrected"):

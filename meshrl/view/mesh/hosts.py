@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from common.api.worker.stats import NodeStats, stats_of
 from common.base.host.settings import MeshSettings
@@ -15,7 +14,7 @@ from common.state.redis.client import State
 from common.state.registry import Entry
 from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
-from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh, read_troubles
+from meshrl.view.mesh.snapshot import MeshSnapshot, read_with_troubles
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,10 @@ class HostRow:
     cores: float | None  # processors that its processes share; None: not known
     busy_cores: float | None  # of these, that were busy in the last seconds
 
-    @property
-    def document(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
-
 
 async def read_hosts(state: State, place: MeshPlace) -> list[HostRow]:
     """Read all hosts, see `rows`."""
-    return rows(await read_troubles(state, await read_mesh(state, ())), place)
+    return rows(await read_with_troubles(state, ()), place)
 
 
 def rows(mesh: MeshSnapshot, place: MeshPlace) -> list[HostRow]:
@@ -87,11 +81,14 @@ def _row(
     said = stats_of(NodeStats, entry.stats if entry is not None else {})
     stats = said if entry is not None and entry.alive else NodeStats()
     address = about.address if about is not None else ""
+    state = "joining" if entry is None else "away"
     if entry is not None and entry.alive:
+        busy = residents or processes or services
+        state = ("draining" if busy else "drained") if draining else "up"
         address = endpoint_of(entry.address).removeprefix("tcp://").rpartition(":")[0]
     return HostRow(
         host=name,
-        state=_state(entry, draining, bool(residents or processes or services)),
+        state=state,
         head=head,
         address=address,
         since_s=about.joined_s if about is not None else 0.0,
@@ -109,13 +106,3 @@ def _row(
         cores=stats.cores,
         busy_cores=stats.busy_cores,
     )
-
-
-def _state(entry: Entry | None, draining: str, busy: bool) -> str:
-    if entry is None:
-        return "joining"
-    if not entry.alive:
-        return "away"
-    if draining:
-        return "draining" if busy else "drained"
-    return "up"

@@ -40,6 +40,10 @@ class Late:
     job: str
     besides: str = ""  # what is to be said in any case
 
+    def said(self, unwell: str) -> str:
+        """Return why it is late; `unwell` tells what ails its process, if anything does."""
+        return "; ".join(filter(None, dict.fromkeys((unwell or self.reason, self.besides))))
+
 
 def late(mesh: MeshSnapshot) -> Iterator[Late]:
     """Residents that do not come to what was wished of them, because they are late or because their
@@ -79,23 +83,19 @@ def _unsettled(
         limit_ms = MOVE_MS if resident.doing == Doing.MOVING else LOAD_MS
     if since_ms > limit_ms:
         rank = next(r for r in resident.ranks if not replace(resident, ranks=(r,)).settled)
+        report = resident.reports.get(rank)
+        if report is None or report.generation != resident.generation:
+            said = f"it has said nothing of {resident.id} yet"
+        else:
+            detail = f": {report.detail}" if report.detail else ""
+            said = f"{resident.id} is {report.doing} at {report.tier}{detail}"
         culprit = worker_process(gang.workers[rank])
-        said = _said(resident, rank)
         yield Late(culprit, _wish(gang, resident), since_ms / 1000, said, resident.job)
 
 
 def _wish(gang: Gang, resident: Resident) -> str:
     role = "core" if resident.core and resident.role == Role.TRAINING else resident.role
     return f"{role} of {resident.job} to be at {resident.tier} on {', '.join(gang.workers)}"
-
-
-def _said(resident: Resident, rank: int) -> str:
-    """How far a rank is, as its worker has reported."""
-    report = resident.reports.get(rank)
-    if report is None or report.generation != resident.generation:
-        return f"it has said nothing of {resident.id} yet"
-    detail = f": {report.detail}" if report.detail else ""
-    return f"{resident.id} is {report.doing} at {report.tier}{detail}"
 
 
 def _missing(

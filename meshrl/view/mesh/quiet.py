@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from common.state.jobs import JobRow, Phase
@@ -19,15 +19,7 @@ QUIET_MS = {
 }
 LEAST_MS = 120_000  # once groups have come: nothing that a small job does takes longer
 SLOWER = 2  # than the slowest of late: then it is no slow step any more
-WORKING = (
-    "trainer",
-    "rank",
-    "hybrid",
-    "engine",
-    "scoring",
-    "rollout",
-    "sandbox",
-)  # kinds, in order
+WORKING = (*("trainer", "rank", "hybrid", "engine"), *("scoring", "rollout", "sandbox"))  # in order
 LAG_MS = 1_000  # of an event loop: worth saying
 
 
@@ -43,13 +35,10 @@ def quiet_ms(job: JobRow, now_ms: float) -> float:
     return since_ms if since_ms > max(least, SLOWER * job.slowest_ms) else 0.0
 
 
-def quiet_jobs(jobs: Sequence[JobRow], now_ms: float) -> Iterator[tuple[JobRow, float]]:
-    """Those that should have come further, and for how long (ms) they have not; a job that waits
-    for workers or is paused is none of them.
-    """
-    for job in jobs:
-        if since_ms := quiet_ms(job, now_ms):
-            yield job, since_ms
+def quiet_text(job: JobRow, now_ms: float) -> str:
+    """For how long a job has made no progress, and where it is; empty if it is not too long."""
+    since_ms = quiet_ms(job, now_ms)
+    return f"for {since_ms / 1000:.0f} s {told(job)}" if since_ms else ""
 
 
 def told(job: JobRow) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from common.mesh.process.handle import start_time, usage_of
 from common.mesh.process.supervision import ended
 from common.mesh.process.supervision.ended import LastEnd
 from common.state import jobs, leader, registry
@@ -15,7 +16,7 @@ from common.state.pool.store import store as pool
 from common.state.pool.store.explained import Explained, explained_of
 from common.state.pool.workers.rows import Gang, Resident, WorkerRow
 from common.state.redis.client import State, server_ms
-from common.state.redis.keys import PLANNER
+from common.state.redis.keys import MESH, PLANNER
 from common.state.registry import Entry
 
 Rows = Sequence[Mapping[str, Any]]  # of a job's steps
@@ -25,7 +26,7 @@ Rows = Sequence[Mapping[str, Any]]  # of a job's steps
 class MeshSnapshot:
     """The rows of a mesh at one moment. Times are Redis' own, in milliseconds.
 
-    What `read_troubles` adds is empty in a snapshot without it.
+    What `read_with_troubles` adds is empty in a snapshot of `read_mesh`.
     """
 
     workers: tuple[WorkerRow, ...] = ()
@@ -37,7 +38,7 @@ class MeshSnapshot:
     explained: Mapping[str, Explained] = field(default_factory=dict)  # by job
     moves: Sequence[Move] = ()  # under way
     steps: Mapping[str, Rows] = field(default_factory=dict)  # last rows, by job
-    # -- of `read_troubles`
+    # -- of `read_with_troubles`
     leader: str = ""  # process that leads the planners; empty: none does
     ended: Sequence[LastEnd] = ()
     services: tuple[tuple[str, str], ...] = ()  # (host, shard or sandbox that it is to run)
@@ -90,8 +91,9 @@ async def read_mesh(state: State, known: Sequence[JobRow] | None = None) -> Mesh
     )
 
 
-async def read_troubles(state: State, mesh: MeshSnapshot) -> MeshSnapshot:
+async def read_with_troubles(state: State, known: Sequence[JobRow] | None = None) -> MeshSnapshot:
     """Read what tells of troubles as well: leader, ends of processes, services, drained hosts."""
+    mesh = await read_mesh(state, known)
     leading, _ = await leader.leader(state, PLANNER)
     return replace(
         mesh,
@@ -100,3 +102,26 @@ async def read_troubles(state: State, mesh: MeshSnapshot) -> MeshSnapshot:
         services=tuple(await pool.served(state)),
         draining=await pool.draining(state),
     )
+
+
+PROBE = f"{MESH}:probe"  # a key of a second, which shows whether Redis takes writes
+
+
+async def read_writable(state: State) -> MeshSnapshot:
+    """Read a mesh with its troubles. StateUnavailable also when Redis takes no writes: without any,
+    every process seems to be late.
+    """
+    await state.command("SET", PROBE, 1, "PX", 1000)
+    return await read_with_troubles(state)
+
+
+def stopped_here(mesh: MeshSnapshot, host: str) -> list[str]:
+    """Return the processes that a signal has stopped, as the kernel of this `host` tells."""
+    return [
+        entry.name
+        for entry in mesh.entries
+        if entry.host == host
+        and (usage := usage_of(entry.pid)) is not None
+        and usage.state == "T"
+        and start_time(entry.pid) == entry.start_time
+    ]

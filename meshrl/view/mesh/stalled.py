@@ -22,7 +22,7 @@ from common.state.pool.workers.rows import Role
 from common.state.registry import LEASE_MS, Entry
 from meshrl.view.mesh import planned
 from meshrl.view.mesh.processes import owner
-from meshrl.view.mesh.quiet import quiet_jobs, told
+from meshrl.view.mesh.quiet import quiet_ms, told
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
 OVERDUE_MS = 3_000  # two renewals missed
@@ -57,7 +57,7 @@ def diagnose(mesh: MeshSnapshot, full: str = "", stopped: Collection[str] = ()) 
     board = _Board(mesh, full, stopped)
     stalls: dict[tuple[str, str], Stall] = {}
     unplanned = [
-        Stall("planner", x.culprit, x.what, x.since_s, _said(x, board.unwell(x.culprit)), x.job)
+        Stall("planner", x.culprit, x.what, x.since_s, x.said(board.unwell(x.culprit)), x.job)
         for x in planned.late(mesh)
     ]
     for stall in [*board.stalls(), *unplanned]:
@@ -70,7 +70,8 @@ def diagnose(mesh: MeshSnapshot, full: str = "", stopped: Collection[str] = ()) 
     once = {stall.culprit: stall for stall in reversed(quiet)}
     without_progress = [
         Stall("", f"{JOB_WORD}{job.id}", "to make progress", since_ms / 1000, told(job), job.id)
-        for job, since_ms in quiet_jobs(mesh.jobs, mesh.now_ms)
+        for job in mesh.jobs
+        if (since_ms := quiet_ms(job, mesh.now_ms))
     ]
     longest_first = sorted(stalls.values(), key=lambda s: -s.since_s)
     every = longest_first + list(reversed(once.values())) + without_progress
@@ -126,7 +127,9 @@ class _Board:
         """Processes that should have renewed, whether or not anyone waits for them."""
         for entry in self.entries.values():
             age = self.now_ms - entry.renewed_ms
-            if OVERDUE_MS < age < REMEMBER_MS and not _left(entry) and not self._replaced(entry):
+            lost = entry.kind in PLACED and not entry.alive
+            replaced = lost and entry.name not in self._wanted  # something else does its work
+            if OVERDUE_MS < age < REMEMBER_MS and not _left(entry) and not replaced:
                 reason = f"{self.unwell(entry.name)}; overdue, nobody waits"
                 yield Stall(
                     "", entry.name, "its lease", age / 1000, reason, self._job_of(entry.name)
@@ -140,11 +143,6 @@ class _Board:
             if (job := self._job_of(process)) not in self._held:
                 reason = f"{self.unwell(name)}; nobody waits"
                 yield Stall("", name, "to run", (self.now_ms - since_ms) / 1000, reason, job)
-
-    def _replaced(self, entry: Entry) -> bool:
-        """Whether it is lost, and something else does its work by now."""
-        placed = entry.kind in PLACED
-        return placed and not entry.alive and entry.name not in self._wanted
 
     def failing(self) -> Iterator[Stall]:
         """Processes that errors end again and again, or have ended for good."""
@@ -166,7 +164,9 @@ class _Board:
             )
         entry = self.entries.get(name)
         if entry is None:
-            return self._stop_of(name) or self._missing(name)
+            end = self.ended.get(name)  # before it came
+            gone = f"{name} has ended {_times(end.times)}: {end.told}" if end is not None else ""
+            return self._stop_of(name) or gone
         age = self.now_ms - entry.renewed_ms
         if _left(entry):
             gone_s = (self.now_ms - entry.expires_ms) / 1000
@@ -195,11 +195,6 @@ class _Board:
         """On which host, where there are several."""
         others = any(one.host != entry.host for one in self.entries.values() if one.alive)
         return f" on {entry.host}" if entry.host and others else ""
-
-    def _missing(self, name: str) -> str:
-        """Why one is not there that has ended before it came."""
-        end = self.ended.get(name)
-        return f"{name} has ended {_times(end.times)}: {end.told}" if end is not None else ""
 
     def _job_of(self, name: str) -> str:
         """The job that a process works for alone; empty for others."""
@@ -239,7 +234,8 @@ class _Board:
             culprit = chain[-1]
             end = "they wait in a circle" if circle else f"{culprit} renews but does not answer"
             if culprit not in self.entries:
-                end = f"{culprit} has not come" if _is_name(culprit) else "it has not ended yet"
+                is_name = " " not in culprit or culprit == ANY_ENGINE  # other causes are in words
+                end = f"{culprit} has not come" if is_name else "it has not ended yet"
             if wait["what"] == TURN and culprit == wait["on"] and not culprit.startswith("worker/"):
                 end = f"{culprit} has the turn and has not given it back"
             yield Stall(waiter, culprit, wait["what"], since_s, _told(chain, end), job)
@@ -278,16 +274,6 @@ class _Board:
         if wait["what"] == TURN:
             return TURN_MS
         return LONG_WAIT_MS if wait["on"] in self.entries else OVERDUE_MS
-
-
-def _is_name(culprit: str) -> bool:
-    """Whether it is a process of the mesh; other causes are said in words."""
-    return " " not in culprit or culprit == ANY_ENGINE
-
-
-def _said(late: planned.Late, unwell: str) -> str:
-    said = dict.fromkeys((unwell or late.reason, late.besides))
-    return "; ".join(why for why in said if why)
 
 
 def _times(count: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.state.pool.workers.names import role_process
-from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier, WorkerRow
+from common.state.pool.workers.rows import Doing, Resident, Role, Tier
 from meshrl.view.mesh import gpus
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
@@ -48,59 +48,47 @@ def lines(mesh: MeshSnapshot) -> Iterator[WorkerLine]:
     where = {w.id: f"{w.host}/{w.accelerator}" if several else w.accelerator for w in mesh.workers}
     for worker in mesh.workers:
         gang = gangs.get(worker.id)
-        on_it = list(_residents(worker, gang))
-        for resident in on_it:
-            assert gang is not None
-            line = _line(worker, gang, resident, stats)
-            yield replace(line, gpu=gpu[worker.id], accelerator=where[worker.id])
+        rank = gang.workers.index(worker.id) if gang else 0
+        idle = WorkerLine(
+            worker.id,
+            where[worker.id],
+            gang.id if gang else "",
+            state="idle" if worker.alive else "lost",
+            gpu=gpu[worker.id],
+        )
+        on_it = [r for r in gang.residents if rank in r.ranks] if gang else []
+        yield from (_occupied(idle, resident, rank, stats) for resident in on_it)
         if not on_it:
-            state = "idle" if worker.alive else "lost"
-            name = gang.id if gang else ""
-            yield WorkerLine(worker.id, where[worker.id], name, state=state, gpu=gpu[worker.id])
+            yield idle
 
 
-def worker_lines(mesh: MeshSnapshot, job: str) -> list[WorkerLine]:
+def worker_lines(mesh: MeshSnapshot, job: str) -> tuple[list[WorkerLine], WorkerSums]:
     """What a job's view shows: the workers that serve it, with all that resides on them, and some
-    idle ones.
+    idle ones; and how many workers it leaves out.
     """
     serving = mesh.workers_of(job)
     every = list(lines(mesh))
-    idle = [line for line in every if not line.resident][:IDLE_SHOWN]
-    return [line for line in every if line.worker in serving or line in idle]
-
-
-def worker_sums(mesh: MeshSnapshot, job: str) -> WorkerSums:
-    """How many workers `worker_lines` leaves out."""
-    serving = mesh.workers_of(job)
-    every = list(lines(mesh))
-    idle = sum(not line.resident for line in every)
+    idle = [line for line in every if not line.resident]
     busy = {line.worker for line in every if line.resident} - serving
-    return WorkerSums(len(busy), max(0, idle - IDLE_SHOWN))
+    shown = [line for line in every if line.worker in serving or line in idle[:IDLE_SHOWN]]
+    return shown, WorkerSums(len(busy), max(0, len(idle) - IDLE_SHOWN))
 
 
-def _residents(worker: WorkerRow, gang: Gang | None) -> Iterator[Resident]:
-    if gang is not None:
-        rank = gang.workers.index(worker.id)
-        yield from (resident for resident in gang.residents if rank in resident.ranks)
-
-
-def _line(
-    worker: WorkerRow, gang: Gang, resident: Resident, stats: Mapping[str, Mapping[str, Any]]
+def _occupied(
+    idle: WorkerLine, resident: Resident, rank: int, stats: Mapping[str, Mapping[str, Any]]
 ) -> WorkerLine:
-    rank = gang.workers.index(worker.id)
+    """Return the line of a worker with a resident on it."""
     report = resident.reports.get(rank)
     current = report is not None and report.generation == resident.generation
     doing = report.doing if report is not None and current else Doing.STARTING
-    return WorkerLine(
-        worker=worker.id,
-        accelerator=worker.accelerator,
-        gang=gang.id,
+    return replace(
+        idle,
         resident=resident.id,
         job=resident.job,
         role=resident.role,
         tier=report.tier if report is not None and current else Tier.ABSENT,
         wanted=resident.tier,
-        state=str(doing) if worker.alive else "lost",
+        state=str(doing) if idle.state != "lost" else "lost",
         doing=_does(resident, rank, stats, report.tier if report and current else None),
     )
 

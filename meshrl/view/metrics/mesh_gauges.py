@@ -12,12 +12,11 @@ from typing import Any
 
 from common.state import steps
 from common.state.jobs import COUNTS, JobRow
-from common.state.pool.workers.rows import Gang, Role, WorkerRow
+from common.state.pool.workers.rows import Role
 from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh import hosts
-from meshrl.view.mesh.diagnosing import read_writable
-from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.view.mesh.snapshot import MeshSnapshot, read_writable
 from meshrl.view.mesh.stalled import Stall, diagnose
 
 HOSTS = ("up", "away", "joining", "draining", "drained")  # as `meshrl hosts` has them
@@ -51,8 +50,17 @@ def families(head: HeadSnapshot) -> Iterator[Any]:
     mesh = head.mesh
     yield from _jobs(mesh)
     yield _gauge("leader", "1 while one of the planners leads", (), [((), bool(mesh.leader))])
-    yield _gauge("gangs", "Gangs by what resides on them", ("role",), _gangs(mesh))
-    yield _gauge("workers", "Workers by state", ("state",), _workers(mesh))
+    # A gang counts once for each role on it; one without residents is idle.
+    roles = Counter(
+        role
+        for gang in mesh.gangs
+        for role in {resident.role for resident in gang.residents} or {Role.IDLE}
+    )
+    by_role = [((str(role),), roles[role]) for role in Role]
+    yield _gauge("gangs", "Gangs by what resides on them", ("role",), by_role)
+    busy = Counter((BUSY if w.gang else IDLE) if w.alive else AWAY for w in mesh.workers)
+    by_state = [((state,), busy[state]) for state in (BUSY, IDLE, AWAY)]
+    yield _gauge("workers", "Workers by state", ("state",), by_state)
     states = Counter(head.hosts.values())
     yield _gauge("hosts", "Hosts by state", ("state",), [((s,), states[s]) for s in HOSTS])
     whats = Counter(stall.what for stall in head.stalls)
@@ -69,7 +77,9 @@ def families(head: HeadSnapshot) -> Iterator[Any]:
 def _jobs(mesh: MeshSnapshot) -> Iterator[Any]:
     job, rows = ("job",), mesh.jobs
     yield _gauge("job_steps", "Steps done", job, [((r.id,), r.steps_done) for r in rows])
-    yield _gauge("job_steps_budget", "Steps that it is to do", job, list(_budgets(rows)))
+    budgets = ((row.id, row.document.get("budget", {}).get("steps")) for row in rows)
+    to_do = [((id,), steps) for id, steps in budgets if isinstance(steps, int | float)]
+    yield _gauge("job_steps_budget", "Steps that it is to do", job, to_do)
     yield _gauge(
         *("job_phase", "1 for the phase that a job is in"),
         *(("job", "phase"), [((r.id, str(r.phase)), 1.0) for r in rows]),
@@ -88,15 +98,14 @@ def _jobs(mesh: MeshSnapshot) -> Iterator[Any]:
     yield _gauge(
         *("job_last_step", "Figures of a job's newest step"),
         ("job", "of"),
-        [((id, of), n) for id, rows in mesh.steps.items() if rows for of, n in _numbers(rows[-1])],
+        [
+            ((id, of), float(value))
+            for id, rows in mesh.steps.items()
+            if rows
+            for of, value in rows[-1].items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        ],
     )
-
-
-def _budgets(rows: Iterable[JobRow]) -> Iterator[tuple[tuple[str, ...], float]]:
-    for row in rows:
-        steps = row.document.get("budget", {}).get("steps")
-        if isinstance(steps, int | float):
-            yield (row.id,), steps
 
 
 def _age_s(row: JobRow, mesh: MeshSnapshot) -> float:
@@ -104,33 +113,6 @@ def _age_s(row: JobRow, mesh: MeshSnapshot) -> float:
     rows = mesh.steps.get(row.id)
     committed_ms = int(rows[-1].get("committed_ms", 0)) if rows else 0
     return max(0.0, (mesh.now_ms - max(committed_ms, row.held_ms, row.since_ms)) / 1000)
-
-
-def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in row.items():
-        if isinstance(value, int | float) and math.isfinite(value):
-            yield name, float(value)
-
-
-def _gangs(mesh: MeshSnapshot) -> Rows:
-    """A gang counts once for each role on it; one without residents is idle."""
-    roles = Counter(role for gang in mesh.gangs for role in _roles(gang))
-    return [((str(role),), roles[role]) for role in Role]
-
-
-def _roles(gang: Gang) -> set[Role]:
-    return {resident.role for resident in gang.residents} or {Role.IDLE}
-
-
-def _workers(mesh: MeshSnapshot) -> Rows:
-    states = Counter(_state(worker) for worker in mesh.workers)
-    return [((state,), states[state]) for state in (BUSY, IDLE, AWAY)]
-
-
-def _state(worker: WorkerRow) -> str:
-    if not worker.alive:
-        return AWAY
-    return BUSY if worker.gang else IDLE
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], rows: Rows) -> Any:

@@ -40,8 +40,17 @@ def audit(run_dir: Path) -> dict[str, Any]:
     Refused when what would tell of groups under way is on another host.
     """
     events = read_events(run_dir)
-    job = _job(run_dir, events)
-    if _marked(run_dir, events) is None and (url := _brought(run_dir)):
+    try:
+        job = job_of(run_dir)[0]
+    except Damaged:  # its events name it as well
+        named = (str(e.fields["job"]) for e in events if e.kind == "opened")
+        if not (job := next(named, "")):
+            raise
+    url = ""  # of a run that was brought from there, and has not gone on here
+    if _marked(run_dir, events) is None and not (run_dir / "mesh").is_dir():
+        with suppress(Damaged, FileNotFoundError):
+            url = str(job_file.read(run_dir / job_file.NAME).get(job_file.BROUGHT, ""))
+    if url:
         raise Refused(
             f"the run at {url} had not ended when it was copied last: what tells of its groups "
             "under way is on the host that runs it",
@@ -82,26 +91,6 @@ def _marked(run_dir: Path, events: list[Event]) -> int | None:
         if mark is not None and (not events or mark.event == events[-1].id):
             return mark.samples
     return None
-
-
-def _brought(run_dir: Path) -> str:
-    """The URL of a run that was brought from it, and has not gone on here."""
-    if (run_dir / "mesh").is_dir():
-        return ""
-    with suppress(Damaged, FileNotFoundError):
-        return str(job_file.read(run_dir / job_file.NAME).get(job_file.BROUGHT, ""))
-    return ""
-
-
-def _job(run_dir: Path, events: list[Event]) -> str:
-    """The run's job: as its events have it, when `job.json` is damaged."""
-    try:
-        return job_of(run_dir)[0]
-    except Damaged:
-        named = (str(e.fields["job"]) for e in events if e.kind == "opened")
-        if found := next(named, ""):
-            return found
-        raise
 
 
 def mentioned(directory: Path) -> set[int]:

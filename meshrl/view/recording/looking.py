@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from typing import Protocol
 
+from common.base.clock import Clock
+from common.mesh.process.handle import Child
+from common.mesh.process.host import Host
 from common.state import jobs
 from common.state.jobs import JobRow
+from common.state.redis.client import State
+from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.processes import Meter, Used, names_of, owner
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh
-from meshrl.view.recording.running_mesh import RunningMesh
 
 FRESH_S = 0.4  # below the time between two looks of a recorder
 JOBS_S = 2.0  # all jobs, with their documents, are more to read
@@ -61,3 +66,26 @@ class SharedSnapshot:
             self.used = self._meter.read(names, list(names))
             self._metered_at = now
         return self._metered_at
+
+
+class RunningMesh(Protocol):
+    """A mesh that this process has started, with its Redis."""
+
+    state: State
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def host(self) -> Host: ...
+    @property
+    def place(self) -> MeshPlace: ...
+    @property
+    def going_back(self) -> bool:
+        """True while Redis has lost what it had, and jobs are being put back."""
+
+    @property
+    def pids(self) -> dict[int, str]:
+        """Names of the mesh's own processes that run now, by pid."""
+
+    def start_program(self, argv: list[str], name: str) -> Child:
+        """Start a program of MeshRL that is no service."""

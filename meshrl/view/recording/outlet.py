@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,12 @@ class Outlet:
         and what to do. When `stop` is set it is given `ENDING_S` more.
         """
         rest = asyncio.create_task(self._rest(committed), name="rest of out")
-        too_long = asyncio.create_task(self._ended(stop), name="end of out")
+
+        async def ended() -> None:
+            await stop.wait()
+            await self._clock.sleep(ENDING_S)
+
+        too_long = asyncio.create_task(ended(), name="end of out")
         try:
             await asyncio.wait([rest, too_long], return_when=asyncio.FIRST_COMPLETED)
             if rest.done():
@@ -104,10 +108,6 @@ class Outlet:
             if not self.trouble or self._over:
                 return
 
-    async def _ended(self, stop: asyncio.Event) -> None:
-        await stop.wait()
-        await self._clock.sleep(ENDING_S)
-
     async def _copied(self, committed: str, last: bool = False) -> None:
         try:
             await self._host.run_blocking(self._copy, committed, last, deadline_s=COPY_S)
@@ -120,9 +120,9 @@ class Outlet:
         if self._there is None:
             self._there = self._kept(there)
         self._place_checkpoints(there, committed)
-        folders = FOLDERS if last else FOLDERS[:1]
-        for name in _below(self._run_dir, folders):
-            self._place(there, name)
+        for folder in FOLDERS if last else FOLDERS[:1]:
+            for name in files_below(self._run_dir / folder):
+                self._place(there, f"{folder}/{name}")
         for pattern in RECORDS:
             for path in sorted(self._run_dir.glob(pattern)):
                 self._place(there, path.name)
@@ -208,9 +208,3 @@ def _ours(name: str) -> bool:
         return name.startswith(tuple(f"{folder}/" for folder in (*FOLDERS, CHECKPOINTS)))
     records = (*RECORDS, SUMMARY)
     return any(fnmatch(name, of) or fnmatch(name, f"{of}.*{PART}") for of in records)
-
-
-def _below(run_dir: Path, folders: tuple[str, ...]) -> Iterator[str]:
-    for folder in folders:
-        for name in files_below(run_dir / folder):
-            yield f"{folder}/{name}"

@@ -5,13 +5,15 @@ damaged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.base.errors import Damaged, HistoryLost
 from common.base.files import damage
 from common.base.files.lines import LineFile, Row, read, whole
+from common.job.evaluation_plan import AFTER
 from common.mesh.process.host import Host
 from common.state import events, readers, steps
 from common.state.events import Event
@@ -200,7 +202,8 @@ class Recorded:
             lost = HistoryLost(then, since=since, through=self.last)
             await readers.history_lost(state, self.job, str(self.run_dir), lost)
             self._told_lost = self.last
-        aside = await host.run_blocking(self._replace_events, known, deadline_s=MEND_S)
+        rewrite = partial(self._events.replace, [asdict(event) for event in known])
+        aside = await host.run_blocking(rewrite, self.run_dir, deadline_s=MEND_S)
         del self.wrong[EVENTS]
         self.known = [event for event in known if event.kind in STANDING]
         self._belonging = Belonging(self.job, known)
@@ -220,14 +223,17 @@ class Recorded:
         last = events.order(self.last)
         return known, self._expected - sum(events.order(event.id) <= last for event in known)
 
-    def _replace_events(self, known: list[Event]) -> Path | None:
-        return self._events.replace([asdict(event) for event in known], self.run_dir)
-
     async def mend_metrics(self, state: State, host: Host) -> dict[str, Any]:
         """The same of the rows of steps."""
         why = self.wrong[METRICS]
         known = await steps.step_rows(state, self.job)
-        kept = await host.run_blocking(self._rows_with, known, deadline_s=MEND_S)
+
+        def union() -> list[Row]:
+            """All rows that are readable or `known`, each once, in order."""
+            found = {int(row["step"]): row for row in (*self.every_row(), *self.rows, *known)}
+            return [found[step] for step in sorted(found)]
+
+        kept = await host.run_blocking(union, deadline_s=MEND_S)
         then = "made again from the steps in Redis"
         if len(kept) < last_step(kept):
             then = f"{last_step(kept) - len(kept)} of its steps are lost: Redis has them no more"
@@ -237,11 +243,6 @@ class Recorded:
         del self.wrong[METRICS]
         self.rows = kept[-RECENT:]
         return damage.fields("metrics", self._metrics.path, why, then, job=self.job, aside=aside)
-
-    def _rows_with(self, known: list[Row]) -> list[Row]:
-        """All rows that are readable or `known`, each once, in order."""
-        union = {int(row["step"]): row for row in (*self.every_row(), *self.rows, *known)}
-        return [union[step] for step in sorted(union)]
 
 
 def damaged(run_dir: Path) -> list[str]:
@@ -269,3 +270,40 @@ def job_of(run_dir: Path) -> tuple[str, dict[str, Any]]:
     """(job id, submitted document) of a run directory; Damaged."""
     held = job_file.read(run_dir / job_file.NAME)
     return str(held["job"]), held["document"]
+
+
+def last_standing_step(steps_done: int, new: list[events.Event], job: str) -> int:
+    """The last step that stands: later ones were left behind by a new lineage."""
+    left = [
+        int(event.fields["version"])
+        for event in new
+        if event.kind in ("lineage", "restored") and event.fields.get("job") == job
+    ]
+    return max(0, min([steps_done, *left]))
+
+
+def evaluated(known: list[events.Event], job: str) -> list[events.Event]:
+    """The evaluations among events, where they outlive Redis; not those of versions that a new
+    lineage has abandoned, and no other one is the best then if one of those was.
+    """
+    found: list[events.Event] = []
+    for event in known:
+        if event.fields.get("job") != job:
+            continue
+        if event.kind == "evaluation":
+            found.append(event)
+        elif event.kind == "changed" and event.fields.get("extended"):
+            # Those after training are on the way by now: the run has gone on since.
+            found = [
+                replace(e, fields=e.fields | {"tag": f"step-{e.fields['step']}"})
+                if e.fields["tag"] == AFTER
+                else e
+                for e in found
+            ]
+        elif event.kind == "lineage":
+            version = int(event.fields["version"])
+            best = next((e for e in reversed(found) if e.fields.get("best")), None)
+            found = [e for e in found if int(e.fields["step"]) <= version]
+            if best not in found:
+                found = [replace(e, fields=e.fields | {"best": False}) for e in found]
+    return found

@@ -30,11 +30,16 @@ from meshrl.directory import job_file
 from meshrl.directory.kept import KeptDocument
 from meshrl.directory.places import read_if_whole, read_json, write_json
 from meshrl.view import storage
-from meshrl.view.history.run_snapshot import RunHistory, RunReading, RunSnapshot, snapshot
+from meshrl.view.history.run_snapshot import (
+    RunHistory,
+    RunReading,
+    RunSnapshot,
+    evaluations_of,
+    snapshot,
+)
 from meshrl.view.mesh import prefixes
 from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.recording.evaluations import evaluated, last_standing_step
-from meshrl.view.recording.looking import SharedSnapshot
+from meshrl.view.recording.looking import RunningMesh, SharedSnapshot
 from meshrl.view.recording.outlet import Outlet
 from meshrl.view.recording.recorded import (
     EVENTS,
@@ -42,10 +47,11 @@ from meshrl.view.recording.recorded import (
     METRICS,
     Recorded,
     RecordMark,
+    evaluated,
+    last_standing_step,
     last_step,
 )
 from meshrl.view.recording.room import RoomForWrites
-from meshrl.view.recording.running_mesh import RunningMesh
 from meshrl.view.recording.usage import Tally
 from meshrl.view.trackers.trackers import TRACKING, Trackers
 
@@ -71,7 +77,22 @@ class Recorder:
         self.shot: RunSnapshot | None = None
         self._untold: list[dict[str, Any]] = []  # damage that Redis does not have as an event yet
         self._job_file = KeptDocument("job", run_dir / job_file.NAME, run_dir, job, job_file.read)
-        self._take_up()
+        # What is recorded already; nothing is written.
+        self.recorded = Recorded(run_dir, job)
+        self.tally = self._unless_damaged("usage", "usage.json", Tally.read) or Tally()
+        self.recorded.see(
+            self._unless_damaged("mark", MARK, lambda path: RecordMark.of(path.parent))
+        )
+        self._evaluated = evaluated(self.recorded.known, job)
+        self._seen = self.recorded.last  # the last event of the stream
+        self._unshown = True  # what is recorded, until this session's trackers have it
+        shown = self._unless_damaged("tracking", TRACKING, read_json)
+        host, clock = mesh.host, mesh.clock
+        self.trackers = Trackers.of(run_dir, self.held, shown or {}, host, clock)
+        out = str(self.held["document"].get("out", ""))
+        self._outlet = Outlet(out, run_dir, host, clock) if is_url(out) else None
+        self._committed = ""  # the last checkpoint
+        self._in_the_way = ""  # of the outlet, as it was told last
         self._history = RunHistory()
         self._clock = mesh.clock
         self._started, self._began_ms = self._clock.monotonic(), int(1000 * self._clock.wall())
@@ -82,24 +103,6 @@ class Recorder:
         self._full = ""  # which disk is full
         self._full_since: float | None = None
         self._refused = ""  # what the last look could not write
-
-    def _take_up(self) -> None:
-        """Reads what is recorded already, and writes nothing."""
-        self.recorded = Recorded(self.run_dir, self.job)
-        self.tally = self._unless_damaged("usage", "usage.json", Tally.read) or Tally()
-        self.recorded.see(
-            self._unless_damaged("mark", MARK, lambda path: RecordMark.of(path.parent))
-        )
-        self._evaluated = evaluated(self.recorded.known, self.job)
-        self._seen = self.recorded.last  # the last event of the stream
-        self._unshown = True  # what is recorded, until this session's trackers have it
-        shown = self._unless_damaged("tracking", TRACKING, read_json)
-        host, clock = self.mesh.host, self.mesh.clock
-        self.trackers = Trackers.of(self.run_dir, self.held, shown or {}, host, clock)
-        out = str(self.held["document"].get("out", ""))
-        self._outlet = Outlet(out, self.run_dir, host, clock) if is_url(out) else None
-        self._committed = ""  # the last checkpoint
-        self._in_the_way = ""  # of the outlet, as it was told last
 
     def _unless_damaged(self, kind: str, name: str, read: Callable[[Path], T]) -> T | None:
         """What a file holds; None when there is none, or when it is damaged, and set aside."""
@@ -126,13 +129,9 @@ class Recorder:
         return self.recorded.rows
 
     @property
-    def session_s(self) -> float:
-        return self._clock.monotonic() - self._started
-
-    @property
     def wall_s(self) -> float:
         """Seconds of wall time of this session and those before it."""
-        return self.tally.wall_s + self.session_s
+        return self.tally.wall_s + self._clock.monotonic() - self._started
 
     async def look(self) -> RunSnapshot | None:
         """The run now; the last snapshot, marked, while Redis does not answer; None before any."""
@@ -209,11 +208,10 @@ class Recorder:
         if self._outlet is None:
             return
         self._outlet.look(self._committed)
-        if (trouble := self._outlet.trouble) != self._in_the_way:
-            self._in_the_way = trouble
-            if trouble:
-                told = {"job": self.job, "error": trouble}
-                await events.append(self.mesh.state, "out_failed", told)
+        before, self._in_the_way = self._in_the_way, self._outlet.trouble
+        if self._in_the_way not in ("", before):
+            told = {"job": self.job, "error": self._in_the_way}
+            await events.append(self.mesh.state, "out_failed", told)
 
     async def abandon(self) -> None:
         """Leaves the record as it is: nothing can be written there."""
@@ -237,7 +235,11 @@ class Recorder:
         if self._clock.monotonic() - (self._noted or 0.0) >= NOTE_S:
             await self._note()
         self._count(look)
-        self._note_warm_start()
+        # Only the first checkpoint says whether the warm start came from the cache.
+        first = next(iter(all_checkpoints(self.run_dir)), None)
+        if not self.tally.warm_start_cached and first is not None and is_first(first):
+            account = read_if_whole(first).get("account", {})
+            self.tally.warm_start_cached = bool(account.get("warm_start_cached", False))
         self._committed = row.checkpoint
         await self._let_out()
         reading = RunReading(
@@ -245,7 +247,7 @@ class Recorder:
             job=row,
             rows=self.rows,
             mesh=look,
-            evaluations=list({e.fields["tag"]: e.fields for e in self._evaluated}.values()),
+            evaluations=evaluations_of(self._evaluated),
             events=new_events,
         )
         return snapshot(reading, self._history)
@@ -298,24 +300,9 @@ class Recorder:
 
     async def _note(self, *, left: bool = False) -> None:
         """Says up to where events are recorded, so that no more of them need be kept in Redis."""
-        where = str(self.run_dir)
-        await readers.note(
-            self.mesh.state,
-            self._reader,
-            self._seen,
-            where,
-            step=last_step(self.rows),
-            left=left,
-        )
+        state, where, step = self.mesh.state, str(self.run_dir), last_step(self.rows)
+        await readers.note(state, self._reader, self._seen, where, step=step, left=left)
         self._noted = self._clock.monotonic()
-
-    def _note_warm_start(self) -> None:
-        """Whether the warm start came from the cache; only the first checkpoint says so."""
-        first = next(iter(all_checkpoints(self.run_dir)), None)
-        if not self.tally.warm_start_cached and first is not None and is_first(first):
-            self.tally.warm_start_cached = bool(
-                read_if_whole(first).get("account", {}).get("warm_start_cached", False)
-            )
 
     def _abandon(self, steps_done: int, new: list[events.Event]) -> None:
         """Cuts off the rows of steps that a new lineage has left behind."""
@@ -358,4 +345,4 @@ class Recorder:
         owners, used = self._looks.owners, self._looks.used
         self.tally.see_processes(used, owners, self.job, among, whole)
         self.tally.see_session(self._began_ms, int(1000 * self._clock.wall()))
-        self.tally.write(self.run_dir / "usage.json", self.session_s)
+        self.tally.write(self.run_dir / "usage.json", self._clock.monotonic() - self._started)

@@ -60,6 +60,7 @@ def summarize(
         tokens_trained += int(row["tokens_trained"])
         if row.get("logprob_gap") is not None:
             gap = max(gap or 0.0, float(row["logprob_gap"]))
+    ended = sum(end.account[fate] for fate in ("trained", "filtered", "typed_drops"))
     return outcome(end, steps) | {
         "held_out": {
             "before": _accuracy(evaluations, "before"),
@@ -80,7 +81,8 @@ def summarize(
         "tokens_sampled": tally.total_tokens("rollout/"),
         "tokens_trained": tokens_trained,
         "prefixes": prefixes.summed(tally.prefixes.values()),
-        "failed_share": _share(end.account),
+        # Of the trajectories that have ended, those without a reward.
+        "failed_share": round(end.account["typed_drops"] / max(1, ended), 4),
         "failures": listed(events),
         "workers_moved": len(planned_moves(events)),
         "hosts_lost": sum(event.kind == "host_lost" for event in events),
@@ -117,12 +119,6 @@ def _evaluation(e: Evaluation) -> dict[str, Any]:
     missing = {name: share for name, share in e.shares.items() if share < 1.0}
     found: dict[str, Any] = {"tag": e.tag, "step": e.step, "figures": e.figures}
     return found | ({"shares": missing, "reasons": e.reasons} if missing else {})
-
-
-def _share(account: dict[str, int]) -> float:
-    """Of the trajectories that have ended, those without a reward."""
-    ended = account["trained"] + account["filtered"] + account["typed_drops"]
-    return round(account["typed_drops"] / max(1, ended), 4)
 
 
 def _accuracy(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:

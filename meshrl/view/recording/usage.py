@@ -9,14 +9,20 @@ tally is kept in the run directory: a resumed run goes on counting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.state.pool.workers.rows import Doing, Resident, Tier
 from meshrl.directory.places import read_json, write_json
 from meshrl.view.mesh.processes import Used
-from meshrl.view.mesh.residency import accelerators
 from meshrl.view.mesh.snapshot import MeshSnapshot
+
+# Fields of a tally that are kept in the run directory.
+KEPT = (
+    *("cpu", "tokens", "shared", "accelerator_s", "wall_s"),
+    *("warm_start_cached", "sessions", "prefixes"),
+)
 
 
 @dataclass
@@ -41,29 +47,12 @@ class Tally:
         if not path.is_file():
             return cls()
         held = read_json(path)
-        return cls(
-            held["cpu"],
-            held["tokens"],
-            held["shared"],
-            held["accelerator_s"],
-            held["wall_s"],
-            held["warm_start_cached"],
-            held["sessions"],
-            held.get("prefixes", {}),
-        )
+        return cls(**{name: held[name] for name in KEPT})
 
     def write(self, path: Path, wall_s: float) -> None:
         """Keeps the tally, with the wall time of this session added."""
-        content = {
-            "cpu": self.cpu,
-            "tokens": self.tokens,
-            "shared": self.shared,
-            "accelerator_s": self.accelerator_s,
-            "wall_s": self.wall_s + wall_s,
-            "warm_start_cached": self.warm_start_cached,
-            "sessions": self.sessions,
-            "prefixes": self.prefixes,
-        }
+        content = {name: getattr(self, name) for name in KEPT}
+        content["wall_s"] += wall_s
         write_json(path, content, durable=False)  # it is written every other second
 
     def see_session(self, began_ms: int, now_ms: int) -> None:
@@ -154,3 +143,24 @@ class Tally:
     def total_tokens(self, prefix: str) -> int:
         sums = (sum(s.values()) for name, s in self.tokens.items() if name.startswith(prefix))
         return int(sum(sums))
+
+
+def there(resident: Resident, rank: int) -> bool:
+    """Whether a resident's tensors are on the accelerator of a rank, or on their way there."""
+    report = resident.reports.get(rank)
+    if report is None or report.generation != resident.generation:
+        return False
+    return report.tier == Tier.ACCELERATOR and report.doing not in (Doing.GONE, Doing.FAILED)
+
+
+def accelerators(mesh: MeshSnapshot, job: str, measured: Collection[str] = ()) -> float:
+    """Accelerators that a job has now: one that several residents are on is divided equally. Those
+    that say how long they compute by turns are `measured`, and not counted here.
+    """
+    found = 0.0
+    for gang in mesh.gangs:
+        for rank in range(len(gang.workers)):
+            on_it = [r for r in gang.residents if rank in r.ranks and there(r, rank)]
+            counted = [r for r in on_it if r.job == job and r.id not in measured]
+            found += len(counted) / max(1, len(on_it))
+    return found

@@ -6,14 +6,11 @@ from pathlib import Path
 
 from common.base.errors import NotFound
 from common.base.files.lines import whole
-from common.state.events import Event
 from meshrl.directory.places import read_json, shown
-from meshrl.view.history import gangs, samples
-from meshrl.view.history.gangs import TimelineMark
-from meshrl.view.history.news import told, unforeseen
-from meshrl.view.history.run_snapshot import Evaluation, evaluation
-from meshrl.view.recording.evaluations import evaluated
-from meshrl.view.recording.recorded import METRICS, job_of, read_events, thinned
+from meshrl.view.history import samples
+from meshrl.view.history.gangs import WorkerTimeline
+from meshrl.view.history.run_snapshot import evaluations_of
+from meshrl.view.recording.recorded import METRICS, evaluated, job_of, read_events, thinned
 from meshrl.view.report import figures, png
 from meshrl.view.report.page import TIMELINE, html
 from meshrl.view.report.report import write_page
@@ -45,7 +42,14 @@ def write(run_dir: Path) -> None:
     found, (job, document) = read_json(run_dir / SUMMARY), job_of(run_dir)
     events, rows = read_events(run_dir), thinned(whole(run_dir / METRICS))
     kept = samples.read(run_dir)
-    page = html(found, rows, _evaluations(events, job), events, document, kept=kept)
+    page = html(
+        found,
+        rows,
+        evaluations_of(evaluated(events, job)),
+        events,
+        document,
+        kept=kept,
+    )
     write_page(run_dir, page)
 
 
@@ -54,16 +58,7 @@ def draw(run_dir: Path, directory: Path) -> list[Path]:
     job, _ = job_of(run_dir)
     events, rows = read_events(run_dir), thinned(whole(run_dir / METRICS))
     directory.mkdir(parents=True, exist_ok=True)
-    every = figures.every(rows, _evaluations(events, job), events)
+    every = figures.every(rows, evaluations_of(evaluated(events, job)), events)
     written = [png.lines(figure, directory) for figure in every]
-    start_ms = events[0].ms if events else 0
-    end = (events[-1].ms - start_ms) / 1000 if events else 0.0
-    faults = [TimelineMark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
-    about = gangs.spans(events, start_ms, end), gangs.moves(events, start_ms), faults, end
-    written.append(png.workers(TIMELINE, *about, directory))
+    written.append(png.workers(TIMELINE, WorkerTimeline.of(events), directory))
     return [path for path in written if path is not None]
-
-
-def _evaluations(events: list[Event], job: str) -> list[Evaluation]:
-    by_tag = {e.fields["tag"]: e.fields for e in evaluated(events, job)}
-    return [evaluation(fields) for fields in by_tag.values()]

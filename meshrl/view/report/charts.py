@@ -15,6 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
 # Okabe and Ito's colours, which all eyes tell apart, without yellow on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 LEAST = 1e-9  # share of its values that an axis covers at least: below that no tick is round
+TICKS = 6  # of an axis, at most
 SPAN = 1e300  # largest value on an axis: differences of larger ones overflow
 
 
@@ -53,12 +54,12 @@ def color(index: int) -> str:
     return COLORS[index % len(COLORS)]
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`."""
     low, high = max(-SPAN, min(low, SPAN)), max(-SPAN, min(high, SPAN))
     if high - low < max(abs(low) * LEAST, abs(high) * LEAST, sys.float_info.min):
         high = low + (abs(low) if abs(low) > sys.float_info.min else 1.0)
-    raw = (high - low) / most
+    raw = (high - low) / TICKS
     magnitude: float = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from common.job.evaluation_plan import HELD_OUT
-from meshrl.view.history.failures import FailureKind, counts, of_share
+from meshrl.view.history.failures import FailureKind, counts, named_figures, of_share
 from meshrl.view.live.view import clock
 from meshrl.view.mesh.prefixes import told
 from meshrl.view.terminal import Console
@@ -40,6 +40,15 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         said = (f"{held[m]:.3f} {m}{of_share(held.get(f'{m}_share'))}" for m in modes)
         return ", ".join(said)
 
+    held = [
+        f"{clock(found[f'{state}_s'])} {state}"
+        for state in ("waiting", "paused")
+        if found[f"{state}_s"] >= 1.0
+    ]
+    used = ", ".join([f"{found['accelerator_s']:,.0f} accelerator-seconds", *held])
+    kinds = [FailureKind(**failure) for failure in found["failures"]]
+    failed = f"{100 * found['failed_share']:.1f} %"
+    failed += f": {counts(kinds).removeprefix('failed so far: ')}" if kinds else ""
     cached = " (warm start from the cache)" if found["warm_start_cached"] else ""
     gap = found["logprob_gap_max"]
     return [
@@ -53,7 +62,7 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{found['tokens_rolled_out']:,} rolled out, {found['tokens_trained']:,} trained",
         ),
         *([("prefixes loaded", said)] if (said := told(found.get("prefixes", {}))) else []),
-        ("workers", _workers(found)),
+        ("workers", used),
         ("log-probability gap", "-" if gap is None else f"{gap:.1e} at most"),
         ("workers moved", f"{found['workers_moved']} times to make steps faster"),
         *([("hosts lost", str(found["hosts_lost"]))] if found["hosts_lost"] else []),
@@ -64,27 +73,8 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{found['typed_drops']} failed, {lost}"
             f"{found['trained_twice']} trained twice",
         ),
-        *_failed(found),
+        *([("failed", failed)] if kinds or found["typed_drops"] else []),
     ]
-
-
-def _workers(found: dict[str, Any]) -> str:
-    """What the job had of the mesh's workers, and how long it had to do without."""
-    held = [
-        f"{clock(found[f'{state}_s'])} {state}"
-        for state in ("waiting", "paused")
-        if found[f"{state}_s"] >= 1.0
-    ]
-    return ", ".join([f"{found['accelerator_s']:,.0f} accelerator-seconds", *held])
-
-
-def _failed(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The share of trajectories that failed, and why."""
-    kinds = [FailureKind(**failure) for failure in found["failures"]]
-    if not kinds and not found["typed_drops"]:
-        return []
-    why = counts(kinds).removeprefix("failed so far: ") if kinds else ""
-    return [("failed", f"{100 * found['failed_share']:.1f} %" + (f": {why}" if why else ""))]
 
 
 def _evaluations(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -93,12 +83,7 @@ def _evaluations(found: dict[str, Any]) -> list[tuple[str, str]]:
     best = [e for e in every if e["step"] == found["best_version"]]
     last = [e for e in every if any(not n.startswith(f"{HELD_OUT}.") for n in e["figures"])]
     return [
-        (what, f"{e['step']}: " + _figures(e))
+        (what, f"{e['step']}: {named_figures(e['figures'], e.get('shares', {}))}")
         for what, rows in (("best version", best), ("evaluated last", last))
         for e in rows[-1:]
     ]
-
-
-def _figures(e: dict[str, Any]) -> str:
-    shares = e.get("shares", {})
-    return ", ".join(f"{n} {v:.3f}{of_share(shares.get(n))}" for n, v in e["figures"].items())

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from common.job.config import JobConfig
+from common.job.evaluation_plan import GREEDY, SAMPLED
 from common.state.events import Event
-from meshrl.view.history import gangs
-from meshrl.view.history.decided import decisions
-from meshrl.view.history.failures import FailureKind, counted
-from meshrl.view.history.gangs import TimelineMark
-from meshrl.view.history.news import told, unforeseen
+from common.state.pool.store.explained import JUDGED, judged_of
+from meshrl.job.toml.writing import to_toml
+from meshrl.view.history.decisions import decisions
+from meshrl.view.history.failures import FailureKind, counted, of_share
+from meshrl.view.history.gangs import WorkerTimeline
+from meshrl.view.history.moves import outcome
+from meshrl.view.history.news import told
 from meshrl.view.history.run_snapshot import Evaluation
-from meshrl.view.report import figures, sections, timeline
+from meshrl.view.history.samples import Sample, heading, of_evaluations, parts
+from meshrl.view.report import charts, figures, timeline
+from meshrl.view.report.charts import Figure
 from meshrl.view.report.facts import facts
 
 TIMELINE = "Which worker did what when"
@@ -46,26 +53,26 @@ def html(
     not 0. `kept` are the run's samples.
     """
     start_ms = events[0].ms if events else 0
-    end = (events[-1].ms - start_ms) / 1000 if events else 1.0
-    news = [((e.ms - start_ms) / 1000, told(e)) for e in events]
-    news = [(second, text) for second, text in news if text]
-    faults = [TimelineMark((e.ms - start_ms) / 1000, told(e)) for e in events if unforeseen(e)]
-    shown, marks = gangs.spans(events, start_ms, end), gangs.moves(events, start_ms)
+    news = [(f"{(e.ms - start_ms) / 1000:.1f} s", text) for e in events if (text := told(e))]
+    read = trajectories(kept)
+    kinds = [FailureKind(**failure) for failure in found["failures"]]
+    failed = [(counted(f), ". ".join(filter(None, (f.text, f.fix)))) for f in kinds]
+    decided = [(f"{(d.ms - start_ms) / 1000:.1f} s", d.text) for d in decisions(events)]
     every = [
         ("Summary", _table(facts(found))),
-        *sections.learning(rows, evaluations),
-        *sections.charted(figures.evaluated(evaluations)),
-        *_read(kept),
-        *sections.charted(figures.health(rows, events)),
-        *sections.charted(figures.trajectories(rows)),
-        (TIMELINE, timeline.drawn(shown, marks, faults, end)),
-        *sections.moves(events),
-        *sections.charted([figures.times(rows)]),
-        *_failures(found),
-        *_decided(events, start_ms),
-        ("What happened", _table([(f"{second:.1f} s", text) for second, text in news])),
+        *learning(rows, evaluations),
+        *charted(figures.evaluated(evaluations)),
+        *([("Trajectories of evaluations", read)] if read else []),
+        *charted(figures.health(rows, events)),
+        *charted(figures.trajectories(rows)),
+        (TIMELINE, timeline.drawn(WorkerTimeline.of(events))),
+        *moves(events),
+        *charted([figures.times(rows)]),
+        *([("Failed trajectories", _table(failed))] if failed else []),
+        *([("What the planner decided", _table(decided))] if decided else []),
+        ("What happened", _table(news)),
         ("CPU-seconds", _table([(n, f"{s:.1f}") for n, s in found["cpu_s"].items()])),
-        ("Job", sections.job(document)),
+        ("Job", job(document)),
     ]
     body = "".join(f"<h2>{title}</h2>{content}" for title, content in every)
     phase = f": {found['phase'].replace('_', ' ')}" if refresh_s else ""
@@ -77,28 +84,102 @@ def html(
     )
 
 
-def _read(kept: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Trajectories of evaluations, for reading."""
-    shown = sections.trajectories(kept)
-    return [("Trajectories of evaluations", shown)] if shown else []
-
-
-def _failures(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What failed in the job's own code, by kind and place."""
-    kinds = [FailureKind(**failure) for failure in found["failures"]]
-    rows = [(counted(f), ". ".join(filter(None, (f.text, f.fix)))) for f in kinds]
-    return [("Failed trajectories", _table(rows))] if rows else []
-
-
-def _decided(events: Sequence[Event], start_ms: int) -> list[tuple[str, str]]:
-    """What the planner has decided about the job, by which rule and from which figures."""
-    rows = [((d.ms - start_ms) / 1000, d) for d in decisions(events)]
-    told = [(f"{second:.1f} s", d.text) for second, d in rows]
-    return [("What the planner decided", _table(told))] if told else []
-
-
 def _table(rows: Sequence[tuple[str, str]]) -> str:
     if not rows:
         return '<p class="none">nothing</p>'
     cells = (f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
     return f"<table>{''.join(cells)}</table>"
+
+
+Section = tuple[str, str]  # title, HTML
+
+
+def learning(rows: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]) -> list[Section]:
+    """Reward and held-out over the steps, and the measured points as a table."""
+    found = charted([figures.learning(rows, evaluations)])
+    if any(e.sampled is not None or e.greedy is not None for e in evaluations):
+        found.append(("Held-out", _measured(evaluations)))
+    return found
+
+
+def charted(found: Sequence[Figure]) -> list[Section]:
+    """Figures as charts."""
+    return [(figure.title, charts.lines(figure.series, "step")) for figure in found]
+
+
+def moves(events: Sequence[Event]) -> list[Section]:
+    """What was predicted of each move, and what it came to, of those that were judged."""
+    judged = [judged_of(event.ms, event.fields) for event in events if event.kind == JUDGED]
+    names = ("before", "predicted", "observed", "expected", "regret")
+    head = "".join(f"<th>{name}, s</th>" for name in names)
+    body = ""
+    for move in judged:
+        found = (getattr(move, f"{name}_s") for name in names)
+        cells = "".join(f"<td class=n>{'' if s is None else f'{s:.2f}'}</td>" for s in found)
+        texts = f"{move.resident} from {move.was} to {move.to}", move.policy, outcome(move)
+        what, policy, verdict = map(escape, texts)
+        step = "" if move.step is None else move.step
+        about = f"<td class=n>{step}</td><td>{what}</td><td>{policy}</td>"
+        body += f"<tr>{about}{cells}<td>{verdict}</td></tr>"
+    about = "<th>step</th><th>move</th><th>rule</th>"
+    table = f"<table><tr>{about}{head}<th></th></tr>{body}</table>"
+    return [("Moves: predicted, observed, regret", table)] if judged else []
+
+
+def _measured(evaluations: Sequence[Evaluation]) -> str:
+    others = sorted({n for e in evaluations for n in e.figures} - {SAMPLED, GREEDY})
+    names = (SAMPLED, GREEDY, *others)
+    head = "".join(f"<th>{escape(n)}</th>" for n in ("step", "sampled", "greedy", *others))
+    body = ""
+    for e in evaluations:
+        found = e.figures | {SAMPLED: e.sampled, GREEDY: e.greedy}
+        cells = "".join(f"<td class=n>{_value(e, n, found.get(n))}</td>" for n in names)
+        mark = " (best)" if e.best else ""
+        body += f"<tr><td class=n>{e.step}{mark}</td>{cells}</tr>"
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _value(e: Evaluation, name: str, value: float | None) -> str:
+    """A figure, and of which share of its samples it is unless it is of all."""
+    share = e.shares.get(name)
+    if value is None:
+        return "no sample was scored" if share == 0 else ""
+    return f"{value:.3f}{of_share(share)}"
+
+
+def job(document: dict[str, Any]) -> str:
+    """The keys of a job that are not as by default; all of them folded away."""
+    bare = {key: value for key, value in document.items() if key != "bundle"}
+    defaults = JobConfig().document()
+    defaults["cache"] = str(Path(defaults["cache"]).expanduser())  # as a submitted job has it
+    changed = to_toml(differing(bare, defaults))
+    whole = to_toml(document)
+    return (
+        f"<pre>{escape(changed)}</pre><details><summary>every key, defaults too</summary>"
+        f"<pre>{escape(whole)}</pre></details>"
+    )
+
+
+def differing(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not equal to its default; a table that is has none left."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict) and default:
+            if left := differing(value, default):
+                found[key] = left
+        elif value != default:
+            found[key] = value
+    return found
+
+
+def trajectories(kept: Sequence[Sample]) -> str:
+    """Evaluated trajectories as HTML, each folded under its heading."""
+    found = []
+    for sample in of_evaluations(kept):
+        told = "".join(
+            f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
+            for role, title, text in parts(sample)
+        )
+        found.append(f"<details><summary>{escape(heading(sample))}</summary>{told}</details>")
+    return "".join(found)

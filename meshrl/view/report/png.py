@@ -6,13 +6,11 @@ import importlib.util
 import math
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.base.errors import NotFound
-from meshrl.view.history import gangs
-from meshrl.view.history.gangs import Span, TimelineMark
+from meshrl.view.history.gangs import WorkerTimeline
 from meshrl.view.report import timeline
 from meshrl.view.report.charts import Figure, color
 
@@ -53,32 +51,23 @@ def lines(figure: Figure, directory: Path, x_label: str = "step") -> Path | None
     return _saved(canvas, figure.title, directory)
 
 
-def workers(
-    title: str,
-    spans: Sequence[Span],
-    moves: Sequence[TimelineMark],
-    faults: Sequence[TimelineMark],
-    end: float,
-    directory: Path,
-) -> Path | None:
-    """Writes the timeline of a run that has lasted `end` seconds; None where no roles were
-    recorded.
-    """
-    rows = gangs.rows(spans)
+def workers(title: str, found: WorkerTimeline, directory: Path) -> Path | None:
+    """Writes the timeline of a run; None where no roles were recorded."""
+    rows, end = found.rows, found.end
     if not rows:
         return None
     canvas, axes = _canvas(title, 1.4 + ROW_INCHES * len(rows))
     for y, row in enumerate(rows):
-        for lane, lanes, span in timeline.laned(spans, row):
+        for lane, lanes, span in timeline.laned(found.spans, row):
             at = y - 0.4 + 0.8 * lane / lanes, 0.8 / lanes
             color = timeline.COLORS.get(span.role, timeline.OTHER)
             alpha = 1.0 if span.state == "ready" else timeline.PALE
             width = max(0.0, min(span.end, end) - span.start)
             label = span.role if span.state == "ready" else None
             axes.broken_barh([(span.start, width)], at, color=color, alpha=alpha, label=label)
-        at_s = [mark.at for mark in moves if not mark.workers or row in mark.workers]
+        at_s = [mark.at for mark in found.moves if not mark.workers or row in mark.workers]
         axes.plot(at_s, [y] * len(at_s), "^", color="#222222", label="a move" if at_s else None)
-    for fault in faults:
+    for fault in found.faults:
         axes.axvline(fault.at, color="#cc0000", linestyle=":")
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()

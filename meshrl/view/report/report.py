@@ -22,10 +22,10 @@ from meshrl.view.guard import WarningGuard
 from meshrl.view.history import samples
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
 from meshrl.view.recording import audit, summary
+from meshrl.view.recording.looking import RunningMesh
 from meshrl.view.recording.recorded import rare_events, read_events, thinned
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.recording.room import RoomForWrites
-from meshrl.view.recording.running_mesh import RunningMesh
 from meshrl.view.report.page import html
 from meshrl.view.trace import writing as traced
 
@@ -112,11 +112,10 @@ class LivePage:
         started, trouble = clock.monotonic(), ""
         try:
             await asyncio.to_thread(self._write, shot, self._recorder.wall_s)
+        except StorageFull:  # shown anyway
+            pass
         except Exception as error:  # whatever it is, the run goes on
-            full = isinstance(error, StorageFull)
-            if not (
-                full or (isinstance(error, OSError) and error.errno in NO_ROOM)
-            ):  # shown anyway
+            if not (isinstance(error, OSError) and error.errno in NO_ROOM):
                 trouble = f"the report cannot be written now: {type(error).__name__}: {error}"
         if trouble and trouble != self._said:
             self._say(trouble)
@@ -158,14 +157,10 @@ async def export_model(mesh: RunningMesh, run_dir: Path) -> bool:
             status = await exporting.wait(EXPORT_S)
         finally:
             exporting.kill()
-        said = "it took too long" if status is None else _last_line(log)
+        words = log.read_text(errors="replace").strip().splitlines()
+        said = "it took too long" if status is None else "".join(words[-1:])
     except OSError as error:
         status, said = 1, f"{log}: {error}"
     if status != 0:
         print(f"the model was not exported: {said}", file=sys.stderr)
     return status == 0
-
-
-def _last_line(log: Path) -> str:
-    """Return the last line of a log; an empty string if there is none."""
-    return "".join(log.read_text(errors="replace").strip().splitlines()[-1:])

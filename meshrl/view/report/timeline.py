@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from common.state.pool.workers.rows import Role
-from meshrl.view.history import gangs
-from meshrl.view.history.gangs import Span, TimelineMark
+from meshrl.view.history.gangs import Span, WorkerTimeline
 from meshrl.view.report.charts import BOTTOM, LEFT, TOP, Plot, legend, svg, ticks
 
 COLORS: dict[str, str] = {
@@ -22,14 +21,12 @@ ROW = 26  # height of a row
 PALE = 0.35  # how a resident shows that starts, drains or sleeps
 
 
-def drawn(
-    spans: Sequence[Span], moves: Sequence[TimelineMark], faults: Sequence[TimelineMark], end: float
-) -> str:
-    """The chart of a run that has lasted `end` seconds; an empty one says so."""
-    rows = gangs.rows(spans)
+def drawn(timeline: WorkerTimeline) -> str:
+    """The chart of a run; an empty one says so."""
+    rows, spans, moves = timeline.rows, timeline.spans, timeline.moves
     if not rows:
         return '<p class="none">no roles were recorded</p>'
-    x_ticks = ticks(0.0, end)
+    x_ticks = ticks(0.0, timeline.end)
     height = TOP + ROW * len(rows) + BOTTOM
     plot = Plot((0.0, x_ticks[-1]), (0.0, 1.0), height)
     parts = [plot.grid(x_ticks, [], "seconds")]
@@ -38,10 +35,14 @@ def drawn(
         y = top + ROW / 2 + 4
         parts.append(f'<text x="{LEFT - 8}" y="{y}" text-anchor="end">{escape(row)}</text>')
         parts += (_span(plot, lane, lanes, top, span) for lane, lanes, span in laned(spans, row))
-        parts += (
-            _move(plot, top, mark) for mark in moves if not mark.workers or row in mark.workers
-        )
-    for mark in faults:
+        for mark in moves:
+            if mark.workers and row not in mark.workers:
+                continue
+            x, low = plot.x(mark.at), top + ROW - 4
+            points = f"{x - 5:.1f},{low:.1f} {x + 5:.1f},{low:.1f} {x:.1f},{low - 10:.1f}"
+            title = f"<title>{mark.at:.1f} s: {escape(mark.text)}</title>"
+            parts.append(f'<polygon class="move" points="{points}">{title}</polygon>')
+    for mark in timeline.faults:
         x = plot.x(mark.at)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}" class="mark">'
@@ -75,11 +76,3 @@ def _span(plot: Plot, lane: int, lanes: int, top: float, span: Span) -> str:
         f'height="{high:.1f}" fill="{COLORS.get(span.role, OTHER)}" '
         f'opacity="{opacity:g}"><title>{escape(span.text)}</title></rect>'
     )
-
-
-def _move(plot: Plot, top: float, mark: TimelineMark) -> str:
-    x = plot.x(mark.at)
-    y = top + ROW - 4
-    points = f"{x - 5:.1f},{y:.1f} {x + 5:.1f},{y:.1f} {x:.1f},{y - 10:.1f}"
-    title = f"<title>{mark.at:.1f} s: {escape(mark.text)}</title>"
-    return f'<polygon class="move" points="{points}">{title}</polygon>'

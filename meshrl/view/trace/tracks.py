@@ -78,7 +78,10 @@ class Tracks:
         free: list[tuple[int, int]] = []  # when a lane is free again, and its number
         idle: list[int] = []
         for bar in sorted(found, key=lambda bar: (bar.start_s, bar.name)):
-            edges = self._edges(bar)
+            ms, edges = 0.0, [self.at(bar.start_s)]  # where its parts begin, and the last one ends
+            for _, more in bar.parts:
+                ms += more
+                edges.append(edges[0] + round(1000 * ms))
             while free and free[0][0] <= edges[0]:
                 heapq.heappush(idle, heapq.heappop(free)[1])
             if idle:
@@ -106,15 +109,6 @@ class Tracks:
     def at(self, wall_s: float) -> int:
         """Microseconds from the trace's begin."""
         return max(0, round(1e6 * (wall_s - self._began_s)))
-
-    def _edges(self, bar: Bar) -> list[int]:
-        """Where a bar's parts begin, and where the last one ends."""
-        start, ms = self.at(bar.start_s), 0.0
-        edges = [start]
-        for _, more in bar.parts:
-            ms += more
-            edges.append(start + round(1000 * ms))
-        return edges
 
 
 def _drawn(bar: Bar, edges: Sequence[int], pid: int, tid: int) -> Iterator[Event]:

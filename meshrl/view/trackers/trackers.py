@@ -108,9 +108,14 @@ class TrackerProcess:
     def offer(self, records: Iterable[TrackerRecord]) -> None:
         """Never waits; what is shown already is left out."""
         for record in records:
-            if record["kind"] == "rewind":
-                self._rewind(record)
-            elif self._new(record):
+            step, kind = int(record["step"]), record["kind"]
+            if kind == "rewind":
+                kept = (r for r in self._waiting if r["kind"] == "rewind" or r["step"] <= step)
+                self._waiting = deque([*kept, record])
+                self.progress.step = min(self.progress.step, step)
+            elif kind == "row":
+                self._waiting += [record] if step > self.progress.step else []
+            elif record["id"] not in self.progress.evaluations:
                 self._waiting.append(record)
         while len(self._waiting) > self._limits.queue:
             self._waiting.popleft()
@@ -131,17 +136,6 @@ class TrackerProcess:
                 await asyncio.wait([task], timeout=1.0)
         self.progress.dropped += len(self._waiting)
         self._waiting.clear()
-
-    def _new(self, record: TrackerRecord) -> bool:
-        if record["kind"] == "row":
-            return bool(record["step"] > self.progress.step)
-        return record["id"] not in self.progress.evaluations
-
-    def _rewind(self, record: TrackerRecord) -> None:
-        step = int(record["step"])
-        kept = [r for r in self._waiting if r["kind"] == "rewind" or r["step"] <= step]
-        self._waiting = deque([*kept, record])
-        self.progress.step = min(self.progress.step, step)
 
     async def _run(self) -> None:
         while self._failures < self._limits.failures:
@@ -225,8 +219,13 @@ class Trackers:
             with guard(f"tracking by {name}"):
                 own = known.get(name) or {"id": f"{held['job']}-{uuid.uuid4().hex[:8]}"}
                 progress = TrackerProgress(**{**own, "trouble": ""})
+                target = asked[name]
+                if name == "tensorboard" and target is True:
+                    target = run_dir / name
+                elif name == "tensorboard":
+                    target = Path(str(target)).expanduser().absolute()
                 about = {
-                    "target": _target(name, asked[name], run_dir),
+                    "target": str(target),
                     "id": progress.id,
                     "job": held["job"],
                     "run_dir": str(run_dir),
@@ -270,11 +269,10 @@ class Trackers:
             self._tell([{"kind": "rewind", "step": step}])
 
     def _tell(self, records: list[TrackerRecord]) -> None:
-        if not records:
-            return
-        for tracker in self.trackers:
-            tracker.offer(records)
-        self._keep()
+        if records:
+            for tracker in self.trackers:
+                tracker.offer(records)
+            self._keep()
 
     def _keep(self) -> None:
         """On a full disk the next time: a tracker is at worst shown something twice."""
@@ -291,9 +289,3 @@ class Trackers:
             if tracker.progress.dropped or tracker.progress.trouble:
                 trouble = f"{tracker.name}: {tracker.progress.dropped} records were not shown"
                 print(f"{trouble}. {tracker.progress.trouble}", file=sys.stderr)
-
-
-def _target(name: str, asked: bool | str, run_dir: Path) -> str:
-    if name != "tensorboard":
-        return str(asked)
-    return str(run_dir / name if asked is True else Path(str(asked)).expanduser().absolute())

@@ -14,7 +14,7 @@ import pytest
 from common.records.checkpoints import all_checkpoints, verified
 from common.state import events, jobs, registry
 from common.state.pool.store import store as pool
-from meshrl.commands.logs.remote import RemoteLogs
+from meshrl.commands.logs import RemoteLogs
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape

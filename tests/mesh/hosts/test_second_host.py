@@ -168,8 +168,8 @@ async def following(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subproce
     """
     line = ["logs", "-f", name, "--mesh", str(mesh.place.root)]
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    imported = "from meshrl import __main__; from meshrl.commands.logs import showing"
-    patient = f"{heard}; {imported}; showing.SILENT_S = {scaled(SILENT_S)}; __main__.main()"
+    imported = "from meshrl import __main__; from meshrl.commands import logs"
+    patient = f"{heard}; {imported}; logs.SILENT_S = {scaled(SILENT_S)}; __main__.main()"
     follows = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", patient, *line), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.state import events
 from meshrl import Client
-from meshrl.run.following.top_by_token import TokenOnlooker
+from meshrl.run.following.top import TokenOnlooker
 from tests.unit.gateway.conftest import House
 
 

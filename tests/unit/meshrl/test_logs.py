@@ -15,8 +15,8 @@ from common.base.host.settings import MeshSettings
 from common.mesh.process.handle import start_time
 from common.state.redis import embedded
 from meshrl.cli import app
-from meshrl.commands.logs import showing as logs
-from meshrl.commands.logs.remote import RemoteLog, RemoteLogs
+from meshrl.commands import logs
+from meshrl.commands.logs import RemoteLog, RemoteLogs
 from meshrl.directory.places import MeshPlace, write_json
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled

@@ -13,7 +13,7 @@ from common.mesh.access.records import HOST as FOR_HOSTS
 from common.mesh.access.records import read
 from common.state.hosts import doors
 from common.state.hosts.doors import Row
-from meshrl.commands.hosts.keys import _key, _still_good
+from meshrl.commands.keys import _key, _still_good
 from sim.redis.state import simulated_state
 
 HOST, THIEF = "gpu1-1f3a9c", "gpu2-2e4b8d"

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.base.host.settings import MeshSettings
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace, running_launcher
 from meshrl.launch.ending import STOP_S, end
 from tests.load import scaled
 

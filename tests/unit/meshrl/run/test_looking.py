@@ -65,7 +65,7 @@ async def test_a_redis_that_is_away_is_asked_again_while_the_mesh_lives(
             write_json(place.launcher, {"pid": os.getpid(), "start_time": start_time(os.getpid())})
         heard = Heard(place, server)
         async with asyncio.timeout(scaled(WITHIN_S)):
-            found = looks(place, heard, heard.looking)
+            found = looks(place, heard.say, heard.looking)
             async with aclosing(found):
                 async for seen in found:
                     last = seen

@@ -14,7 +14,7 @@ from common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape
-from meshrl.run.restoring import record_of
+from meshrl.run.resuming import record_of
 
 JOB = "sum"
 

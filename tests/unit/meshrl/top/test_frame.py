@@ -14,9 +14,8 @@ from common.state.jobs import Phase
 from common.state.pool.placing.snapshot import Move
 from common.state.pool.store.explained import Explained, judged_of
 from common.state.registry import Entry
-from meshrl.view.frames.frame import Frame
-from meshrl.view.frames.making import frame
 from meshrl.view.live.top_screen import screen, tables
+from meshrl.view.mesh.frames import Frame, frame
 from meshrl.view.mesh.rates import steps_per_min, wait_share
 from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 

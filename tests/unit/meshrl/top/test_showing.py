@@ -15,7 +15,7 @@ from common.state.redis.client import State
 from common.state.redis.keys import EVENTS, PLANNER
 from meshrl.cli import app
 from meshrl.run.following.top import TopScreen
-from meshrl.view.frames.frame import Frame, JobFrame
+from meshrl.view.mesh.frames import Frame, JobFrame
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
 
 __all__ = ["held"]

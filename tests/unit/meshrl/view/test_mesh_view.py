@@ -11,11 +11,12 @@ from rich.console import Console
 from common.state.jobs import JobRow, Phase
 from common.state.pool.workers.rows import Role
 from common.state.registry import Entry
-from meshrl.view.frames.frame import Frame
-from meshrl.view.frames.making import frame
-from meshrl.view.live.mesh_view import MeshLines, roles, screen
+from meshrl.view.live.mesh_view import MeshLines, screen
+from meshrl.view.live.view import roles
+from meshrl.view.mesh.frames import Frame, frame
 from meshrl.view.mesh.rates import TokenRate
 from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.view.mesh.workers import lines
 from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 
 
@@ -50,7 +51,7 @@ def test_each_job_has_its_own_figures() -> None:
     assert (a.rolled_out_s, a.trained_s, a.in_flight) == pytest.approx((100.0, 250.0, 7))
     assert (b.rolled_out_s, b.trained_s, b.in_flight) == pytest.approx((10.0, 0.0, 3))
     assert (a.rewards, b.rewards) == ((0.25, 0.5), ())
-    assert roles(mesh(), "a") == f"w0:{Role.TRAINING} w0:{Role.ROLLOUT}"
+    assert roles(list(lines(mesh())), "a") == f"w0:{Role.TRAINING} w0:{Role.ROLLOUT}"
 
 
 def test_a_rate_is_of_the_last_seconds_and_of_one_process() -> None:
@@ -78,7 +79,7 @@ def test_the_screen_has_all_jobs_and_all_workers() -> None:
 def test_without_a_terminal_there_is_a_line_for_each_news(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    lines = MeshLines()
+    printed_lines = MeshLines()
     a, b = ROWS
     for at_s, rows in (
         (1.0, ROWS),
@@ -86,7 +87,7 @@ def test_without_a_terminal_there_is_a_line_for_each_news(
         (3.0, (replace(a, steps_done=4), replace(b, held=""))),
         (4.0, (replace(a, steps_done=4, held="paused: job b"), replace(b, held=""))),
     ):
-        lines.show(*shown(*rows), at_s)
+        printed_lines.show(*shown(*rows), at_s)
     printed = capsys.readouterr().out.splitlines()
     assert [line.partition("  ")[0] for line in printed] == [
         "[0:01] a: training",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import NotFound
-from meshrl.view.history.gangs import Span, TimelineMark
+from meshrl.view.history.gangs import Span, TimelineMark, WorkerTimeline
 from meshrl.view.report import png
 from meshrl.view.report.charts import Figure, Series
 from tests.load import scaled
@@ -34,9 +34,10 @@ def test_the_timeline_of_workers_is_one_too(tmp_path: Path) -> None:
         Span("w1", "rollout", "leaving", 2.0, 12.0),
     ]
     marks = [TimelineMark(2.0, "moved", ("w1",)), TimelineMark(3.0, "declined")]
-    path = png.workers("Workers", spans, marks, [TimelineMark(1.0, "it ended")], 9.0, tmp_path)
+    found = WorkerTimeline(spans, marks, [TimelineMark(1.0, "it ended")], 9.0)
+    path = png.workers("Workers", found, tmp_path)
     assert path is not None and path.read_bytes().startswith(PNG)
-    assert png.workers("Workers", [], [], [], 9.0, tmp_path) is None
+    assert png.workers("Workers", WorkerTimeline([], [], [], 9.0), tmp_path) is None
 
 
 def test_without_matplotlib_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape
 from meshrl.view.history import news
-from meshrl.view.recording.evaluations import evaluated
+from meshrl.view.recording.recorded import evaluated
 from meshrl.view.recording.recorder import Recorder
 
 JOB = "j"

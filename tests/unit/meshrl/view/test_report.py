@@ -12,13 +12,13 @@ from common.job.config import BudgetConfig, JobConfig
 from common.state.events import Event
 from common.state.jobs import Phase
 from meshrl.job.toml.writing import to_toml
-from meshrl.view.history.decided import decisions
-from meshrl.view.history.gangs import Span, TimelineMark, moves, spans
-from meshrl.view.history.gangs import rows as rows_of
+from meshrl.view.history.decisions import decisions
+from meshrl.view.history.gangs import Span, TimelineMark, WorkerTimeline, moves, spans
 from meshrl.view.history.run_snapshot import Evaluation
 from meshrl.view.recording.summary import RunEnd, planned_moves, summarize
 from meshrl.view.recording.usage import Tally
-from meshrl.view.report import charts, figures, sections, timeline
+from meshrl.view.report import charts, figures, timeline
+from meshrl.view.report import page as report_page
 from meshrl.view.report.page import html
 
 ACCOUNT = {
@@ -172,7 +172,7 @@ def test_the_report_is_one_page_that_needs_nothing_else() -> None:
 
 
 def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
-    charted = sections.charted(figures.health(ROWS, EVENTS))
+    charted = report_page.charted(figures.health(ROWS, EVENTS))
     titles = [title for title, content in charted if "<svg" in content]
     assert titles == [
         "Failed trajectories, share",
@@ -188,14 +188,14 @@ def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
 
 
 def test_what_was_measured_is_told_point_by_point() -> None:
-    [_, (title, table)] = sections.learning(ROWS, EVALUATIONS)
+    [_, (title, table)] = report_page.learning(ROWS, EVALUATIONS)
     assert title == "Held-out"
     assert all(f"<td class=n>{value:.3f}</td>" in table for value in (0.3, 0.02, 0.6, 0.85, 0.9))
 
 
 def test_the_defaults_of_a_job_are_folded_away() -> None:
     document = JobConfig(name="mine", budget=BudgetConfig(steps=7)).document()
-    shown, folded = sections.job(document).split("<details>")
+    shown, folded = report_page.job(document).split("<details>")
     assert 'name = "mine"' in unescape(shown) and "steps = 7" in shown
     assert "group_size" not in shown and "group_size" in folded
 
@@ -238,15 +238,15 @@ def test_a_worker_has_a_row_of_its_own_with_lanes_for_those_that_are_there_toget
     wide = Span("w9 w10", "training", "ready", 0.0, 9.0, "g1.0", "tiny")
     beside = Span("w10", "rollout", "ready", 4.0, 6.0, "g2.0", "tiny")
     after = Span("w10", "rollout", "draining", 6.0, 8.0, "g2.0", "tiny")
-    assert rows_of([wide, beside, after]) == ["w9", "w10"]
+    marks = [TimelineMark(5.0, "g2 <moved>", ("w10",))]
+    found = WorkerTimeline([wide, beside, after], marks, [], 9.0)
+    assert found.rows == ["w9", "w10"]
     assert [(lane, lanes) for lane, lanes, _ in timeline.laned([wide, beside, after], "w10")] == [
         (0, 2),
         (1, 2),
         (1, 2),
     ]
-    drawn = timeline.drawn(
-        [wide, beside, after], [TimelineMark(5.0, "g2 <moved>", ("w10",))], [], 9.0
-    )
+    drawn = timeline.drawn(found)
     assert drawn.count("<rect") == 4 and drawn.count("<polygon") == 1
     assert "g2 &lt;moved&gt;" in drawn and "scoring" not in drawn
 
@@ -278,15 +278,16 @@ JUDGEMENT = {
 def test_moves_that_were_judged_have_a_table_and_others_have_none() -> None:
     bad = JUDGEMENT | {"paid": False, "undone": True, "observed_s": 1.4, "regret_s": None}
     events = [Event(f"{n}-0", n, "move_judged", f) for n, f in ((1, JUDGEMENT), (2, bad))]
-    [(title, table)] = sections.moves(events)
+    [(title, table)] = report_page.moves(events)
     assert title == "Moves: predicted, observed, regret"
     assert table.count("<tr>") == 3
     first, second = table.split("<tr>")[2:]
-    assert "g1.1 from rollout to training" in first and "<td class=n>0.05</td><td>it paid" in first
-    assert "<td class=n>1.40</td>" in second and "it did not pay, and was undone" in second
-    assert sections.moves(EVENTS) == []
+    assert "g1.1 from rollout to training" in first and "<td class=n>0.05</td><td>paid" in first
+    assert "<td class=n>1.40</td>" in second and "did not pay, undone" in second
+    assert report_page.moves(EVENTS) == []
     [told, _] = moves(events, 0)
-    assert told.text.startswith("g1.1 from rollout to training: it paid (before 1.20 s, predicted")
+    assert told.text.startswith("the move of g1 to training paid: 1 s a step, predicted 0.9 s")
+    assert told.text.endswith("; 1.2 s before, regret 0.05 s")
 
 
 def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
@@ -298,8 +299,6 @@ def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
         "training on w1, asleep in memory: share",
         "paused: job big has priority 1: preempt (idle 1, needed 2)",
     ]
-    assert not list(decisions(EVENTS, job="big"))
-    assert len(list(decisions(EVENTS, gang="g1"))) == 3
     page = html(summary(), ROWS, EVALUATIONS, EVENTS, JobConfig(name="tiny").document())
     assert "What the planner decided" in page and "entitled 2.5" in page
     assert "90 accelerator-seconds, 0:01 waiting" in page

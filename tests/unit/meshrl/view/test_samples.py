@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from meshrl.cli import app
 from meshrl.view.history.samples import come, ends, heading, parts, read
-from meshrl.view.report.sections import trajectories
+from meshrl.view.report.page import trajectories
 
 
 def sample(n: int, reward: float | None, step: int = 1, **more: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from common.base.errors import NotFound
 from common.base.files.lines import line
 from common.state.events import Event
 from meshrl.view.trace import writing
-from meshrl.view.trace.drawing import TraceNotes, drawn
 from meshrl.view.trace.tracks import Bar, Shape, Tracks
+from meshrl.view.trace.writing import TraceNotes, drawn
 from tests.traced import check, spans_of
 
 START_S = 1_700_000_000.0

@@ -15,7 +15,7 @@ from common.state.jobs import JobRow, Phase
 from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
 from common.state.registry import Entry
 from meshrl.view.history.news import told
-from meshrl.view.history.run_snapshot import RunHistory, RunReading, snapshot
+from meshrl.view.history.run_snapshot import RunHistory, RunReading, evaluation, snapshot
 from meshrl.view.live.view import RunLines, clock, screen, sparkline
 from meshrl.view.mesh.rates import time_to_go
 from meshrl.view.mesh.snapshot import MeshSnapshot
@@ -111,7 +111,7 @@ def reading(at: float, tokens: float, *events: Event) -> RunReading:
             entries=[rollout, other, engine],
             jobs=[job("training", 3), replace(job("queued", 0), id="big", held=WAITS)],
         ),
-        evaluations=EVALUATIONS,
+        evaluations=list(map(evaluation, EVALUATIONS)),
         events=events,
     )
 
@@ -142,7 +142,8 @@ def test_workers_are_shown_with_all_that_resides_on_them() -> None:
 
 def test_another_job_is_one_line_and_none_of_its_figures_is_this_one_s() -> None:
     shot = snapshot(reading(10.0, 0), RunHistory())
-    assert [(o.job, o.state, o.workers) for o in shot.others] == [("big", WAITS, 2)]
+    steps = JobConfig().budget.steps
+    assert shot.others == (f"big: {WAITS}, step 0/{steps}, 2 workers",)
     assert (shot.in_flight, shot.histogram) == (7, (5, 1, 1))
 
 

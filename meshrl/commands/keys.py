@@ -18,7 +18,7 @@ from common.state.hosts import admission, doors
 from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.joined import joined_hosts
-from meshrl.directory.places import MeshPlace, find_mesh
+from meshrl.directory.places import MeshPlace, find_head
 from meshrl.view.live import printing
 
 EXPEL_S = 20.0
@@ -28,7 +28,7 @@ KEY = f"[0-9a-f]{{8,{WHOLE}}}"  # or how one begins
 
 def show(mesh: Path | None, as_json: bool) -> None:
     """Prints the keys that are let in."""
-    place = _head(mesh)
+    place = find_head(mesh)
     found = ask(place, doors.rows, ANSWER_S)
     if as_json:
         print(json.dumps([asdict(row) for row in found]))
@@ -41,7 +41,7 @@ def show(mesh: Path | None, as_json: bool) -> None:
 
 def revoke(which: str, mesh: Path | None) -> None:
     """Lets a host, or one key, in no more."""
-    place = _head(mesh)
+    place = find_head(mesh)
     begins = re.fullmatch(KEY, which.lower().removesuffix("...").removesuffix("…"))
     if begins and not _named(place, which):
         public, whose = ask(place, partial(_key, begins=begins[0]), ANSWER_S)
@@ -55,11 +55,8 @@ def revoke(which: str, mesh: Path | None) -> None:
     host = _joined(place, which)
 
     async def expelled(state: State) -> None:
-        about = {"host": host}
-        clock = SystemClock()
-        await admission.ask(
-            state, clock, uuid.uuid4().hex, admission.LEAVE, about, EXPEL_S - ANSWER_S
-        )
+        op, about, within_s = uuid.uuid4().hex, {"host": host}, EXPEL_S - ANSWER_S
+        await admission.ask(state, SystemClock(), op, admission.LEAVE, about, within_s)
 
     token = _still_good(records.read(place.directory / records.FILE), host, time.time())
     ask(place, expelled, EXPEL_S)
@@ -108,8 +105,7 @@ def _named(place: MeshPlace, name: str) -> list[str]:
 
 def _joined(place: MeshPlace, name: str) -> str:
     known, named = joined_hosts(place), _named(place, name)
-    head = MeshSettings.from_file(place.settings).host
-    if named == [head]:
+    if named == [head := MeshSettings.from_file(place.settings).host]:
         raise Refused(f"{head} is the head of the mesh", fix="`meshrl down` stops the mesh")
     if len(named) != 1:
         if named:
@@ -121,9 +117,3 @@ def _joined(place: MeshPlace, name: str) -> str:
             fix=f"Hosts: {', '.join(known) or 'none'}; `meshrl keys` shows keys",
         )
     return named[0]
-
-
-def _head(mesh: Path | None) -> MeshPlace:
-    place = find_mesh(mesh)
-    place.refuse_joined()
-    return place

@@ -14,14 +14,24 @@ from typing import TYPE_CHECKING
 
 from common.base.errors import ConfigError, MeshError, NotFound, PeerLost
 from common.mesh.process.ends.failure import TAIL_BYTES, tail
-from meshrl.directory.liveness import running_launcher
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace, running_launcher
 from meshrl.directory.target import place_of
 
 if TYPE_CHECKING:
-    from meshrl.commands.logs.remote import RemoteLog, RemoteLogs
+    from common.mesh.runtime.mesh import Mesh
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from common.api.node import ListLogs, LogFile, LogPart, Node, ReadLog
+from common.base.host.settings import OFF, MeshSettings
+from common.mesh.access.owner import PERSON, person_settings
+from common.state import registry
+from common.state.pool.workers.names import agent
 
 POLL_S = 0.3
+PART_BYTES = 1 << 18
 SILENT_S = 60.0  # an agent is back within seconds, and one that was cut off rarely takes longer
 
 
@@ -39,27 +49,18 @@ def show(words: list[str], mesh: Path | None, lines: int, follow: bool, listed: 
     if listed:
         _list(place, here)
     elif service is None:
-        _all(place, here, lines, follow)
+        sizes = {path: path.stat().st_size for path in here}
+        for path in here:
+            _print(path.stem, tail(path, lines), len(here) > 1)
+        if follow:
+            _follow(lambda: sorted(place.logs.glob("*.log")), sizes, True)
     else:
         path = place.log(service)
         perhaps_elsewhere = path not in here or place.joined.is_file()
         if not (perhaps_elsewhere and asyncio.run(_remote(place, service, lines, follow, here))):
-            _one(path, lines, follow)
-
-
-def _one(path: Path, lines: int, follow: bool) -> None:
-    _print(path.stem, tail(path, lines), False)
-    if follow:
-        _follow(lambda: [path], {path: path.stat().st_size}, False)
-
-
-def _all(place: MeshPlace, here: list[Path], lines: int, follow: bool) -> None:
-    ends: dict[Path, int] = {}
-    for path in here:
-        ends[path] = path.stat().st_size
-        _print(path.stem, tail(path, lines), len(here) > 1)
-    if follow:
-        _follow(lambda: sorted(place.logs.glob("*.log")), ends, True)
+            _print(path.stem, tail(path, lines), False)
+            if follow:
+                _follow(lambda: [path], {path: path.stat().st_size}, False)
 
 
 # -- of other hosts --------------------------------------------------------------------------------
@@ -71,8 +72,6 @@ def _list(place: MeshPlace, here: list[Path]) -> None:
         print(f"{'here':<28} {path.stat().st_size:>10}  {path.stem}")
     if not running_launcher(place):
         return
-
-    from meshrl.commands.logs.remote import RemoteLogs
 
     async def others() -> None:
         async with RemoteLogs.of(place) as remote:
@@ -91,8 +90,6 @@ async def _remote(
     """The log of a process that may be on another host, the newest of its name; False: it is that
     of this one.
     """
-    from meshrl.commands.logs.remote import RemoteLogs
-
     path, names = place.log(service), [path.stem for path in here]
     silent: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as opened:
@@ -173,3 +170,55 @@ def _follow(paths: Callable[[], list[Path]], ends: dict[Path, int], named: bool)
 def _print(name: str, lines: list[str], named: bool) -> None:
     for line in lines:
         print(f"{name}: {line}" if named else line, flush=True)
+
+
+@dataclass(frozen=True)
+class RemoteLog:
+    """A log file of another host."""
+
+    host: str
+    file: LogFile
+
+
+class RemoteLogs:
+    """The log files of all hosts of a mesh but this one."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    @classmethod
+    @asynccontextmanager
+    async def of(cls, place: MeshPlace) -> AsyncIterator[RemoteLogs]:
+        """Those of the mesh at `place`, which runs, asked as the mesh's owner."""
+        from common.mesh.runtime.mesh import Mesh  # only now is it sure that it is needed
+
+        settings = person_settings(MeshSettings.from_file(place.settings), place.directory)
+        name = f"{PERSON}/{secrets.token_hex(4)}"
+        mesh = await Mesh.open(name, PERSON, replace(settings, metrics=OFF))
+        try:
+            mesh.start()
+            yield cls(mesh)
+        finally:
+            await mesh.leave()
+
+    async def listed(self) -> tuple[list[RemoteLog], dict[str, str]]:
+        """All of them, and why a host does not tell of its own."""
+        entries = await registry.entries(self._mesh.state, "node")
+        hosts = [e.host for e in entries if e.alive and e.host != self._mesh.settings.host]
+        calls = (self._mesh.ref(agent(host)).call(Node.logs, ListLogs()) for host in hosts)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        found: list[RemoteLog] = []
+        silent: dict[str, str] = {}
+        for host, answer in zip(hosts, answers, strict=True):
+            if isinstance(answer, MeshError):
+                silent[host] = answer.message
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found += [RemoteLog(host, file) for file in answer.files]
+        return found, silent
+
+    async def read(self, log: RemoteLog, offset: int) -> LogPart:
+        """A part of it; see `Node.read_log`."""
+        asked = ReadLog(log.file.name, offset, PART_BYTES)
+        return await self._mesh.ref(agent(log.host)).call(Node.read_log, asked)

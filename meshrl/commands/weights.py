@@ -1,4 +1,6 @@
-"""`meshrl weights`: shows what is asked of a run's versions, and says what was done."""
+"""`meshrl weights`: shows a run's versions and how each process got the last one, pins, exports,
+imports and compares versions.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,12 @@ from typing import Any
 
 from common.base.errors import ConfigError
 from common.base.files.at_url import is_url
-from meshrl.client.blocking import request
+from common.base.files.lines import whole
+from common.state import registry
+from meshrl.client.client import request
 from meshrl.directory import places
-from meshrl.directory.target import Run, run_of
+from meshrl.directory.asking import ANSWER_S, ask
+from meshrl.directory.target import Run, may_live, run_of
 from meshrl.directory.versions import asked, words
 from meshrl.view.live import printing
 
@@ -142,3 +147,48 @@ def _shown(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
+
+
+WAY = "weights_way"  # a counter of processes that receive versions, and an event when it changes
+MIB = 1 << 20
+
+
+def explain(run: Path | None, mesh: Path | None, as_json: bool) -> None:
+    """Prints it of the processes of a mesh that runs, else what a run has on record."""
+    found = _received(run_of(run, mesh))
+    if as_json:
+        print(json.dumps(found))
+        return
+    if not found:
+        print(
+            "no version had to be brought anywhere: on the store's own host its files are mapped, "
+            "and no process of another host has received one"
+        )
+        return
+    table = printing.table("process", "way", "bytes", "took", "predicted", "why")
+    for one in found:
+        size, took = f"{one['bytes'] / MIB:.3g} MiB", f"{one['took_s']:.3g} s"
+        why = "; ".join(text for text in (one["why"], one["verdict"]) if text)
+        predicted = "" if one["predicted_s"] is None else f"{one['predicted_s']:.3g} s"
+        table.add_row(one["process"], one["way"], size, took, predicted, why)
+    printing.show(table)
+    measured: dict[str, list[float]] = {}  # by way, in bytes a second, of all processes
+    for one in found:
+        for way, rate in one["rates"].items():
+            measured.setdefault(way, []).append(rate)
+    for way, rates in sorted(measured.items()):
+        print(f"{way}: {sum(rates) / len(rates) / MIB:.3g} MiB/s")
+
+
+def _received(run: Run) -> list[dict[str, Any]]:
+    """What each process told last, by its name."""
+    if may_live(run.place):
+        entries = ask(run.place, registry.entries, ANSWER_S)
+        told = {e.name: e.stats[WAY] | {"process": e.name} for e in entries if e.stats.get(WAY)}
+    else:
+        told = {
+            event["fields"]["process"]: event["fields"]
+            for event in whole(run.directory / "events.jsonl", f'"{WAY}"')
+            if event["kind"] == WAY
+        }
+    return [told[name] for name in sorted(told)]

@@ -1,4 +1,6 @@
-"""`meshrl drain`: a host is to become empty, so that it may leave; or may be used again."""
+"""`meshrl hosts`, and `meshrl drain`: a host is to become empty, so that it may leave, or may be
+used again.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import json
 import math
 import time
 import uuid
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from common.base.errors import DeadlineExceeded, NotFound, Refused
@@ -15,6 +19,7 @@ from common.state.pool.store import store as pool
 from common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
+from meshrl.view.live import printing, tables
 from meshrl.view.mesh.hosts import HostRow, read_hosts
 
 LOOK_S = 0.25
@@ -28,10 +33,10 @@ def drain(name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: P
     async def asked(state: State) -> HostRow:
         found = await _host(state, place, name)
         if found.draining in ("", NOTICE):  # that of a person outlasts its return
-            others = [
-                r for r in await read_hosts(state, place) if _takes(r) and r.host != found.host
-            ]
-            if not others:
+            if not any(
+                row.state == "up" and row.workers and row.host != found.host
+                for row in await read_hosts(state, place)
+            ):
                 raise Refused(
                     f"{found.host} is the only host that runs anything",
                     fix="Join another one first, or `meshrl down`",
@@ -102,5 +107,11 @@ async def _host(state: State, place: MeshPlace, name: str) -> HostRow:
     return named[0]
 
 
-def _takes(row: HostRow) -> bool:
-    return row.state == "up" and bool(row.workers)
+def show(mesh: Path | None, as_json: bool) -> None:
+    """Prints the hosts of a mesh."""
+    place = find_mesh(mesh)
+    found = ask(place, partial(read_hosts, place=place), ANSWER_S)
+    if as_json:
+        print(json.dumps([asdict(row) for row in found]))
+    else:
+        printing.show(tables.hosts(found))

@@ -1,1 +1,0 @@
-"""Hosts of a mesh: how each stands, its keys, and its drain."""

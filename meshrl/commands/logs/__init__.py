@@ -1,1 +1,0 @@
-"""Logs of the processes of a mesh, on this host and on others."""

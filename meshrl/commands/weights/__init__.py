@@ -1,1 +1,0 @@
-"""`meshrl weights`: shows versions (`showing.py`) and how they travelled (`explaining.py`)."""
