@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from common.base.digest import digest_of_file, uncounted
@@ -146,13 +147,17 @@ def set_aside(path: Path) -> Path | None:
 
 
 def appear(
-    scratch: Path, directory: Path, moved: Callable[[int], None] = uncounted
+    scratch: Path,
+    directory: Path,
+    written: Mapping[str, str] = MappingProxyType({}),
+    moved: Callable[[int], None] = uncounted,
 ) -> dict[str, str]:
     """Makes `scratch` the directory of a checkpoint, whole or not at all, whenever the power goes;
     the digests of its files. What is there already stays if it is the same. `moved` hears of bytes
-    as they are read.
+    as they are read. Damaged when a file is not as it was `written`, by its digest then.
     """
     digests = digests_below(scratch, moved)
+    check_written(scratch, digests, written)
     if directory.exists() and digests_below(directory, moved) != digests:
         damage.set_aside(directory, directory.parent.parent)
     if not directory.exists():
