@@ -17,7 +17,7 @@ from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from common.base.clock import loop_timeout
+from common.base.clock import LoopTimeout
 from common.base.errors import DeadlineExceeded
 from common.base.random import Random
 
@@ -167,7 +167,7 @@ class VirtualClock:
         await asyncio.sleep(seconds)
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
-        return loop_timeout(seconds, what)
+        return LoopTimeout(seconds, what)
 
 
 def run_virtual(

@@ -9,8 +9,7 @@ from typing import Any
 import zmq
 
 from common.base.clock import Clock
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import MeshSettings
+from common.base.host.settings import SECRET_BYTES, MeshSettings
 from common.base.random import Random
 from common.mesh.process.host import Host, SystemHost
 from common.mesh.runtime.doorway import LOOK_S, Doorway

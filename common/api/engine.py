@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import field
 from enum import IntEnum
+from types import NoneType
 
-from common.api.calls.hint import Look
-from common.api.calls.interface import Call, Cast, Stream
+from common.api.calls.interface import Call, Cast, Look, Stream
 from common.api.calls.role import Resting
 from common.base.encoding.messages import Array, message
 from common.base.experts import NO_EXPERTS
@@ -85,11 +85,6 @@ class Submit:
     seeds: Array  # int64 [n]
     sampling: Sampling
     ended: Array  # int64, sessions whose slots are free
-
-
-@message
-class Submitted:
-    """The answer to Submit: the number of requests that were taken."""
 
 
 @message
@@ -177,7 +172,7 @@ class Engine(Resting):
     """The methods of an engine process."""
 
     attach = Stream(Attach, Tokens, idle_s=math.inf)  # idle while nothing is asked for
-    submit = Call(Submit, Submitted, deadline_s=15.0)
+    submit = Call(Submit, NoneType, deadline_s=15.0)
     abort = Cast(Abort)
     move = Call(CacheMove, CacheMoved, deadline_s=75.0)
     export = Stream(Export, CacheFrame, idle_s=5.0, credits=16)

@@ -4,6 +4,7 @@ reaches the jobs that were submitted with it, and no others.
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 from common.api.calls.interface import Call, Interface, Stream
@@ -57,33 +58,16 @@ class UploadPiece:
 
 
 @message
-class PieceWritten:
-    """The answer to an UploadPiece: it is written."""
-
-
-@message
-class FinishUpload:
-    """Says that all pieces have arrived: the job is to be submitted."""
-
-    upload: str
-
-
-@message
 class SubmittedJob:
-    """The answer to FinishUpload."""
+    """The answer to Gateway.finish: the job was submitted."""
 
     job: str  # its name on the mesh, numbered where the mesh had one of that name
     run_dir: str
 
 
 @message
-class ListJobs:
-    """Asks for all jobs."""
-
-
-@message
 class JobList:
-    """The answer to ListJobs, in the order of submission."""
+    """The answer to Gateway.jobs, in the order of submission."""
 
     jobs: list[JobState]
 
@@ -94,13 +78,6 @@ class JobRequest:
 
     job: str
     op: str = ""
-
-
-@message
-class Changed:
-    """The answer to what stops or deletes a job; False: it had ended already."""
-
-    changed: bool
 
 
 @message
@@ -160,13 +137,6 @@ class ReadModelFile:
 
 
 @message
-class FilePiece:
-    """The answer to ReadModelFile, at most PIECE_BYTES."""
-
-    content: bytes
-
-
-@message
 class VersionsRequest:
     """Asks for the versions of a job (`list`), or has one pinned or unpinned (`pin`, `unpin`)."""
 
@@ -211,35 +181,9 @@ class HostAdmitted:
 
 
 @message
-class LeaveMesh:
-    """The host whose member key this is leaves: the mesh forgets it."""
-
-
-@message
-class DrainHost:
-    """The host that has joined with this key is about to end: everything is to move away from it,
-    until it is back.
-    """
-
-
-@message
-class HostReturned:
-    """The host that has joined with this key is there again: it drains no more, unless a person has
-    asked for that.
-    """
-
-    address: str  # by which others reach it now
-
-
-@message
-class ListRemaining:
-    """Asks what is left on the host that has joined with this key."""
-
-
-@message
 class RemainingNames:
-    """The answer to ListRemaining: names of residents, services and processes; none: it is drained.
-    `drains`: whether it is to become empty.
+    """The answer to Gateway.remaining: names of residents, services and processes; none: the host
+    is drained. `drains`: whether it is to become empty.
     """
 
     names: list[str]
@@ -247,49 +191,38 @@ class RemainingNames:
 
 
 @message
-class LocateRedis:
-    """A member asks where Redis is now: the head may have moved."""
-
-
-@message
 class RedisLocation:
-    """The answer to LocateRedis, as in HostAdmitted."""
+    """The answer to Gateway.whereabouts, as in HostAdmitted."""
 
     redis_url: str
     authority: str
     settings: Any
 
 
-@message
-class DescribeMember:
-    """Asks what the mesh knows of the host whose member key this is."""
-
-
-@message
-class HostOfMember:
-    """The answer to DescribeMember."""
-
-    host: str
-
-
 class Gateway(Interface):
     """The methods of the gateway."""
 
     upload = Stream(BeginUpload, UploadOpened)
-    put = Call(UploadPiece, PieceWritten, deadline_s=30.0, idempotent=True)
-    finish = Call(FinishUpload, SubmittedJob, deadline_s=300.0, idempotent=True)
-    jobs = Call(ListJobs, JobList, deadline_s=15.0, idempotent=True)
+    put = Call(UploadPiece, NoneType, deadline_s=30.0, idempotent=True)
+    # The name of an upload, all pieces of which have arrived.
+    finish = Call(str, SubmittedJob, deadline_s=300.0, idempotent=True)
+    jobs = Call(NoneType, JobList, deadline_s=15.0, idempotent=True)
     job = Call(JobRequest, JobState, deadline_s=15.0, idempotent=True)
     events = Call(EventsSince, EventPage, deadline_s=40.0, idempotent=True)
-    stop = Call(JobRequest, Changed, deadline_s=20.0, idempotent=True)
-    delete = Call(JobRequest, Changed, deadline_s=60.0, idempotent=True)
+    # What stops, deletes or changes something answers False where that was so already.
+    stop = Call(JobRequest, bool, deadline_s=20.0, idempotent=True)
+    delete = Call(JobRequest, bool, deadline_s=60.0, idempotent=True)
     model = Call(ModelRequest, ModelFiles, deadline_s=600.0, idempotent=True)
-    read = Call(ReadModelFile, FilePiece, deadline_s=30.0, idempotent=True)
+    read = Call(ReadModelFile, bytes, deadline_s=30.0, idempotent=True)  # PIECE_BYTES at most
     versions = Call(VersionsRequest, VersionsAnswer, deadline_s=60.0, idempotent=True)
     join = Call(JoinHost, HostAdmitted, deadline_s=60.0, idempotent=True)
-    leave = Call(LeaveMesh, Changed, deadline_s=60.0, idempotent=True)
-    drain = Call(DrainHost, Changed, deadline_s=60.0, idempotent=True)
-    back = Call(HostReturned, Changed, deadline_s=60.0, idempotent=True)
-    remaining = Call(ListRemaining, RemainingNames, deadline_s=10.0, idempotent=True)
-    whereabouts = Call(LocateRedis, RedisLocation, deadline_s=60.0, idempotent=True)
-    membership = Call(DescribeMember, HostOfMember, deadline_s=10.0, idempotent=True)
+    # Of the host whose member key the caller has: the mesh forgets it.
+    leave = Call(NoneType, bool, deadline_s=60.0, idempotent=True)
+    # It is about to end: everything is to move away from it, until it is back.
+    drain = Call(NoneType, bool, deadline_s=60.0, idempotent=True)
+    # It is there again, at this address: it drains no more, unless a person has asked for that.
+    back = Call(str, bool, deadline_s=60.0, idempotent=True)
+    remaining = Call(NoneType, RemainingNames, deadline_s=10.0, idempotent=True)
+    # Where Redis is now: the head may have moved.
+    whereabouts = Call(NoneType, RedisLocation, deadline_s=60.0, idempotent=True)
+    membership = Call(NoneType, str, deadline_s=10.0, idempotent=True)  # the host's name

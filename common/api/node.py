@@ -4,25 +4,76 @@ the turns of a gang, and the segments of memory that a worker owns for its role 
 
 from __future__ import annotations
 
-from common.api.calls.hint import Look
-from common.api.calls.interface import Call, Cast, Interface
-from common.api.worker.segments import (
-    DropSegment,
-    FindSegment,
-    MakeSegment,
-    Segment,
-    SegmentDropped,
-)
-from common.api.worker.turns import (
-    TURN_S,
-    EndResident,
-    GangTurn,
-    GiveBack,
-    GivenBack,
-    ResidentEnded,
-    TakeTurn,
-)
+from types import NoneType
+
+from common.api.calls.interface import Call, Cast, Interface, Look
 from common.base.encoding.messages import message
+
+TURN_S = 600.0  # who waits longer for its turn asks again, and keeps its place
+
+
+# A segment of memory outlives the process that uses it, and ends with the worker that owns it.
+
+
+@message
+class MakeSegment:
+    """Asks for a segment of so many bytes, all zero; one of the same key is gone then. StorageFull
+    when the worker's budget, or the host, has no room for it.
+    """
+
+    key: str  # names the resident's process
+    bytes: int
+
+
+@message
+class Segment:
+    """Where a segment can be opened, by processes of the same user; `path` empty: there is none."""
+
+    path: str
+    bytes: int
+
+
+@message
+class TakeTurn:
+    """A resident wants to compute on its gang's accelerators. It is answered when it may."""
+
+    resident: str
+    generation: int
+    process: str  # the name of the process that asks,
+    incarnation: str  # and which start of it that is
+    ticket: int  # counts its requests: the same one again is the same request
+    function: str  # generate | score | train_step | sync | save
+    estimate_s: float  # how long it will take, as far as the resident knows; 0: it does not
+    needs: list[str]  # tensors that must be on the accelerator, by kind: parameters, gradients,
+    # optimizer, cache
+
+
+@message
+class GangTurn:
+    """A turn that was granted: a process that still has it after `lasts_s` is killed."""
+
+    ticket: int
+    lasts_s: float
+
+
+@message
+class GiveBack:
+    """A turn is over, or not wanted any more, and with it all that this process had before it."""
+
+    resident: str
+    incarnation: str
+    ticket: int
+
+
+@message
+class EndResident:
+    """A resident's processes are to be killed at once, whatever they do. It is answered when there
+    is none any more.
+    """
+
+    resident: str
+    generation: int
+    why: str
 
 
 class Worker(Interface):
@@ -30,16 +81,12 @@ class Worker(Interface):
 
     look = Cast(Look)
     make_segment = Call(MakeSegment, Segment, deadline_s=30.0, idempotent=True)
-    find_segment = Call(FindSegment, Segment, deadline_s=10.0, idempotent=True)
-    drop_segment = Call(DropSegment, SegmentDropped, deadline_s=10.0, idempotent=True)
+    # of the process that is named; it is no error to drop one that is not there
+    find_segment = Call(str, Segment, deadline_s=10.0, idempotent=True)
+    drop_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
     take_turn = Call(TakeTurn, GangTurn, deadline_s=TURN_S, idempotent=True)
-    give_back = Call(GiveBack, GivenBack, deadline_s=10.0, idempotent=True)
-    end_resident = Call(EndResident, ResidentEnded, deadline_s=10.0, idempotent=True)
-
-
-@message
-class ListLogs:
-    """Asks which log files the host has."""
+    give_back = Call(GiveBack, NoneType, deadline_s=10.0, idempotent=True)
+    end_resident = Call(EndResident, NoneType, deadline_s=10.0, idempotent=True)
 
 
 @message
@@ -53,7 +100,7 @@ class LogFile:
 
 @message
 class LogFiles:
-    """The answer to ListLogs."""
+    """The answer to Node.logs."""
 
     files: list[LogFile]
 
@@ -82,5 +129,5 @@ class Node(Interface):
     """The methods of a host's agent."""
 
     look = Cast(Look)
-    logs = Call(ListLogs, LogFiles, deadline_s=10.0, idempotent=True)
+    logs = Call(NoneType, LogFiles, deadline_s=10.0, idempotent=True)
     read_log = Call(ReadLog, LogPart, deadline_s=10.0, idempotent=True)

@@ -7,6 +7,7 @@ An order carries the generation of the group that it is for: one for another is 
 from __future__ import annotations
 
 from dataclasses import field
+from types import NoneType
 from typing import Any
 
 from common.api.calls.interface import Call
@@ -42,11 +43,6 @@ class RankOrder:
     """
 
     generation: int
-
-
-@message
-class OrderDone:
-    """The answer to an order that has no result."""
 
 
 @message
@@ -117,13 +113,6 @@ class Update:
     rounds: int
     denominator: float
     lr_factor: float
-
-
-@message
-class Norm:
-    """The answer to Update."""
-
-    norm: float  # norm of the whole gradient, before clipping
 
 
 @message
@@ -267,17 +256,17 @@ class Ranks(Resting):
     """
 
     stand_by = Call(RankOrder, StandsBy, deadline_s=30.0, idempotent=True)
-    form = Call(Meeting, OrderDone, deadline_s=FORM_S)
-    begin = Call(RankOrder, OrderDone, deadline_s=30.0)
+    form = Call(Meeting, NoneType, deadline_s=FORM_S)
+    begin = Call(RankOrder, NoneType, deadline_s=30.0)
     compute = Call(RoundPart, RoundStats, deadline_s=COMPUTE_S)
-    keep = Call(LentGradient, OrderDone, deadline_s=MOVE_S)
-    adopt = Call(Adopt, OrderDone, deadline_s=ADOPT_S)
-    apply = Call(Update, Norm, deadline_s=COMPUTE_S)
+    keep = Call(LentGradient, NoneType, deadline_s=MOVE_S)
+    adopt = Call(Adopt, NoneType, deadline_s=ADOPT_S)
+    apply = Call(Update, float, deadline_s=COMPUTE_S)  # norm of the gradient, before clipping
     score = Call(ScorePart, Scores, deadline_s=COMPUTE_S)
-    stage = Call(StageRows, OrderDone, deadline_s=MOVE_S)
+    stage = Call(StageRows, NoneType, deadline_s=MOVE_S)
     staged = Call(RowsStaged, StagedRows, deadline_s=MOVE_S, idempotent=True)
     save = Call(SaveRows, Trouble, deadline_s=MOVE_S)
     saved = Call(RowsSaved, SavedFiles, deadline_s=MOVE_S, idempotent=True)
     restore = Call(RestoreRows, RowsRestored, deadline_s=MOVE_S, idempotent=True)
-    take = Call(Taking, OrderDone, deadline_s=MOVE_S)
-    rest = Call(Rest, OrderDone, deadline_s=SETTLE_S, idempotent=True)
+    take = Call(Taking, NoneType, deadline_s=MOVE_S)
+    rest = Call(Rest, NoneType, deadline_s=SETTLE_S, idempotent=True)

@@ -1,29 +1,31 @@
-"""The stats that processes publish in the registry: dataclasses, as JSON objects there."""
+"""Statistics that processes publish in the registry, as JSON objects there. The planner decides by
+some of them, and views show all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 
-@dataclass
 class Stats:
-    """Stats of one kind of process. What is None is not published."""
+    """Stats of one kind of process: a dataclass. What is None is not published."""
 
     def encoded(self) -> dict[str, Any]:
         """What the registry gets."""
-        found = ((one.name, getattr(self, one.name)) for one in fields(self))
-        return {
-            name: value.encoded() if isinstance(value, Stats) else value
-            for name, value in found
-            if value is not None
-        }
+        known: dict[str, Any] = asdict(self, dict_factory=_known)  # type: ignore[call-overload]
+        return known
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
         """The stats that `encoded` made an object of; what others publish is left out."""
-        return cls(**{one.name: said[one.name] for one in fields(cls) if one.name in said})
+        names = (one.name for one in fields(cls))  # type: ignore[arg-type]
+        return cls(**{name: said[name] for name in names if name in said})
+
+
+def _known(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in entries if value is not None}
 
 
 @dataclass
@@ -157,3 +159,80 @@ class HybridStats(PacedStats):
     rounds: int = 0  # computed
     bins: int = 0
     busy_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class HostLoadStats(Stats):
+    """Room of a host and use of its processors. None: not measured yet."""
+
+    memory_left_bytes: int | None = None
+    disk_left_bytes: int | None = None
+    cores: float | None = None  # processors that its processes share
+    busy_cores: float | None = None  # of these, that were busy in the last seconds
+
+
+@dataclass(frozen=True)
+class DistanceStats(Stats):
+    """Distance of a host to the head. None: not measured yet."""
+
+    trip_ms: float | None = None  # to Redis and back
+    ahead_ms: float | None = None  # of this host's clock before that of Redis' host
+
+
+@dataclass(frozen=True)
+class NodeStats(HostLoadStats, DistanceStats):
+    """Statistics of a host's agent."""
+
+    workers: int = 0  # that run
+    adopted: int = 0  # of these, that an earlier incarnation had started
+    services: int = 0  # shards and sandboxes that run
+    adopted_services: int = 0
+    takes: Sequence[str] | None = None  # services that may be placed there
+    tiers: Sequence[str] | None = None  # of isolation, for its sandboxes; None: nobody asks
+    bulk_sent: int | None = None  # bytes of the bulk port; None: it has none
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentStats(Stats):
+    """Process of a resident on a worker."""
+
+    resident: str
+    job: str
+    role: str
+    state: str
+    tier: str
+    pid: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStats(Stats):
+    """Turns of the gang that a worker keeps."""
+
+    turns: int = 0  # granted so far
+    turns_killed: int = 0
+    turn_of: Sequence[str] = ()  # residents that have one now
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats(TurnStats):
+    """Statistics of a worker."""
+
+    worker: str = ""
+    accelerator: str = ""
+    gang: str = ""  # empty: idle
+    rank: int = 0
+    held_bytes: Mapping[str, int] | None = None  # by tier, and of its budget
+    residents: Sequence[ResidentStats] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerStats(Stats):
+    """Statistics of a planner. None: it stands by."""
+
+    leader: bool = False
+    look_ms: float | None = None
+    decide_ms: float | None = None
+    write_ms: float | None = None
+    workers: int | None = None
+    jobs: int | None = None

@@ -5,6 +5,7 @@ they lease rounds and hand in what they computed.
 from __future__ import annotations
 
 from dataclasses import field
+from types import NoneType
 from typing import Any
 
 from common.api.calls.interface import Call
@@ -13,30 +14,11 @@ from common.base.encoding.messages import Array, message
 
 
 @message
-class JoinHybrids:
-    """A resident asks to be a hybrid of the core."""
-
-    helper: str
-
-
-@message
-class HybridJoined:
-    """The answer to JoinHybrids."""
-
-    generation: int  # what the hybrid says from now on carries it; an older one is refused
-
-
-@message
 class LeaveHybrids:
     """A hybrid says that it computes no more rounds."""
 
     helper: str
     generation: int
-
-
-@message
-class Left:
-    """The answer to LeaveHybrids."""
 
 
 @message
@@ -76,21 +58,9 @@ class RoundResult:
 
 
 @message
-class RoundTaken:
-    """The answer to RoundResult."""
-
-
-@message
-class Restage:
-    """The store does not hold this version as it was written: the core is to write it again."""
-
-    manifest: str
-
-
-@message
 class Restaged:
-    """The answer to Restage. Not `done` and `later`: the core is not there yet, or still writes, or
-    has other weights by now, and another version comes or is there. Neither: it cannot.
+    """The answer to Trainer.restage. Not `done` and `later`: the core is not there yet, or still
+    writes, or has other weights by now, and another version comes or is there. Neither: it cannot.
     """
 
     done: bool
@@ -131,9 +101,12 @@ class BroadcastPlace:
 class Trainer(Resting):
     """The methods of the core of a training gang."""
 
-    join = Call(JoinHybrids, HybridJoined, deadline_s=10.0)
-    leave = Call(LeaveHybrids, Left, deadline_s=2.0, idempotent=True)
+    # A resident asks by its name to be a hybrid; the answer is a generation, which all that the
+    # hybrid asks from then on carries: an older one is refused.
+    join = Call(str, int, deadline_s=10.0)
+    leave = Call(LeaveHybrids, NoneType, deadline_s=2.0, idempotent=True)
     lease_round = Call(RoundRequest, RoundLease, deadline_s=15.0)
-    round_done = Call(RoundResult, RoundTaken, deadline_s=30.0)
-    restage = Call(Restage, Restaged, deadline_s=300.0, idempotent=True)
+    round_done = Call(RoundResult, NoneType, deadline_s=30.0)
+    # Of a version that the store does not hold as it was written: the core is to write it again.
+    restage = Call(str, Restaged, deadline_s=300.0, idempotent=True)
     gather = Call(Gather, BroadcastPlace, deadline_s=10.0)

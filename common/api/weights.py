@@ -5,6 +5,7 @@ and the files at a run's home, which other hosts get as chunks.
 from __future__ import annotations
 
 from dataclasses import field
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,10 @@ from common.api.transfer.deltas import (
     BeginDelta,
     DeltaBases,
     Deltas,
-    DeltaStaged,
-    Noted,
     Received,
     StageDelta,
 )
-from common.api.transfer.versions import Base as Base
+from common.api.transfer.deltas import Base as Base
 from common.base.encoding.messages import Array, message
 from common.base.experts import NO_EXPERTS
 from common.base.lineages import NATIVE
@@ -67,20 +66,6 @@ class Manifest:
 
 
 @message
-class Stage:
-    """Asks the store to keep a manifest; all of its chunks are there already."""
-
-    manifest: Manifest
-
-
-@message
-class Staged:
-    """The answer to Stage: the manifest's own digest, by which steps and checkpoints name it."""
-
-    digest: str
-
-
-@message
 class Fetch:
     """Asks for a manifest by its digest. That of a version of adapters is answered with what its
     base has besides; `alone`: as it was staged.
@@ -100,13 +85,6 @@ class Examine:
     kind: str
     job: str
     space: str = ""  # of `common.api.transfer.bulk.SPACES`
-
-
-@message
-class Examined:
-    """The answer to Examine: False, the chunk is gone or was set aside."""
-
-    whole: bool
 
 
 @message
@@ -168,15 +146,8 @@ class Checkpoint:
 
 
 @message
-class Saved:
-    """The answer to Checkpoint: the name by which it is loaded."""
-
-    name: str
-
-
-@message
-class Load:
-    """Asks for a checkpoint by its name."""
+class CheckpointName:
+    """A checkpoint of a job: it is asked for, or those of earlier steps are."""
 
     job: str
     name: str
@@ -194,25 +165,8 @@ class LayOut:
 
 
 @message
-class LaidOut:
-    """The answer to LayOut: the directory is there as a whole, and durable; or not yet, ask again
-    (`common.weights.store.weight_store` does).
-    """
-
-    whole: bool = True
-
-
-@message
-class Older:
-    """Asks for the checkpoints of earlier steps than the one that is named."""
-
-    job: str
-    name: str
-
-
-@message
 class Names:
-    """The answer to Older, the last one first."""
+    """The answer to Weights.older, the last one first."""
 
     names: list[str]
 
@@ -230,13 +184,6 @@ class SetAside:
 
 
 @message
-class Aside:
-    """The answer to SetAside: where it lies now; empty: somebody else has moved it."""
-
-    path: str
-
-
-@message
 class Clear:
     """Asks the store to remove what an earlier start of the job's trainer began to write and did
     not end; `committed` names the checkpoint that stays whatever it looks like.
@@ -244,11 +191,6 @@ class Clear:
 
     job: str
     committed: str
-
-
-@message
-class Cleared:
-    """The answer to Clear."""
 
 
 @message
@@ -280,11 +222,6 @@ class KeepLines:
     file: str  # as `common.records.run_lines` names them
     op: str  # repeated, it is done once
     lines: str
-
-
-@message
-class LinesKept:
-    """The answer to KeepLines."""
 
 
 @message
@@ -323,21 +260,26 @@ class Group:
 class Weights(Interface):
     """The methods of the weight store."""
 
-    stage = Call(Stage, Staged, deadline_s=30.0, idempotent=True)
+    # All chunks of the manifest are there already. Its own digest, by which steps and checkpoints
+    # name it.
+    stage = Call(Manifest, str, deadline_s=30.0, idempotent=True)
     manifest = Call(Fetch, Manifest, deadline_s=10.0, idempotent=True)
-    examine = Call(Examine, Examined, deadline_s=60.0, idempotent=True)
+    # False: the chunk is gone or was set aside.
+    examine = Call(Examine, bool, deadline_s=60.0, idempotent=True)
     # What it answers from is soft: who is not answered in time asks again.
     sources = Call(Seek, Sources, deadline_s=5.0, idempotent=True)
     # Where home is on another disk than the store, files are copied: `whole` says when all are.
-    lay_out = Call(LayOut, LaidOut, deadline_s=120.0, idempotent=True)
-    save = Call(Checkpoint, Saved, deadline_s=30.0, idempotent=True)
-    load = Call(Load, Checkpoint, deadline_s=10.0, idempotent=True)
-    older = Call(Older, Names, deadline_s=30.0, idempotent=True)
-    set_aside = Call(SetAside, Aside, deadline_s=30.0, idempotent=True)
-    clear = Call(Clear, Cleared, deadline_s=60.0, idempotent=True)
-    keep_lines = Call(KeepLines, LinesKept, deadline_s=30.0, idempotent=True)
+    lay_out = Call(LayOut, bool, deadline_s=120.0, idempotent=True)
+    save = Call(Checkpoint, str, deadline_s=30.0, idempotent=True)  # the name to load it by
+    load = Call(CheckpointName, Checkpoint, deadline_s=10.0, idempotent=True)
+    older = Call(CheckpointName, Names, deadline_s=30.0, idempotent=True)
+    # Where it lies now; empty: somebody else has moved it.
+    set_aside = Call(SetAside, str, deadline_s=30.0, idempotent=True)
+    clear = Call(Clear, NoneType, deadline_s=60.0, idempotent=True)
+    keep_lines = Call(KeepLines, NoneType, deadline_s=30.0, idempotent=True)
     publish = Call(Publish, Published, deadline_s=120.0, idempotent=True)
     begin_delta = Call(BeginDelta, DeltaBases, deadline_s=5.0, idempotent=True)
-    stage_delta = Call(StageDelta, DeltaStaged, deadline_s=10.0, idempotent=True)
+    # False: nobody needs more of it.
+    stage_delta = Call(StageDelta, bool, deadline_s=10.0, idempotent=True)
     deltas = Call(AskDeltas, Deltas, deadline_s=20.0, idempotent=True)  # it may wait for some
-    received = Call(Received, Noted, deadline_s=5.0, idempotent=True)
+    received = Call(Received, NoneType, deadline_s=5.0, idempotent=True)

@@ -28,13 +28,10 @@ class Clock(Protocol):
         """Ends its block after `seconds` with DeadlineExceeded(what)."""
 
 
-def loop_timeout(seconds: float, what: str) -> AbstractAsyncContextManager[None]:
-    """A timeout by the time of the running loop, which may be virtual."""
-    return _LoopTimeout(seconds, what)
-
-
-class _LoopTimeout(AbstractAsyncContextManager[None]):
-    """A class and no generator: every await of the mesh is inside of one."""
+class LoopTimeout(AbstractAsyncContextManager[None]):
+    """A timeout by the time of the running loop, which may be virtual. (A class and no generator:
+    every await of the mesh is inside of one.)
+    """
 
     __slots__ = ("_scope", "_seconds", "_what")
 
@@ -76,4 +73,4 @@ class SystemClock:
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
         """Ends its block after `seconds` with DeadlineExceeded(what)."""
-        return loop_timeout(seconds, what)
+        return LoopTimeout(seconds, what)

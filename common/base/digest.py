@@ -55,26 +55,25 @@ def keyed_digest(content: Content, key: bytes) -> bytes:
     return blake3(_octets(content), key=key).digest()
 
 
-def digest_of_stream(file: BinaryIO) -> str:
-    """Return the digest of what is left to read in a file, one block in memory at a time."""
-    hasher = Hasher()
-    while block := file.read(_BLOCK_BYTES):
-        hasher.update(block)
-    return hasher.hexdigest()
-
-
 def uncounted(_: int) -> None:
     """Ignore the number of bytes that were read or written."""
 
 
+def digest_of_stream(file: BinaryIO, moved: Callable[[int], None] = uncounted) -> str:
+    """Return the digest of what is left to read in a file, one block in memory at a time; `moved`
+    is called with the number of bytes of each read.
+    """
+    hasher = Hasher()
+    while block := file.read(_BLOCK_BYTES):
+        hasher.update(block)
+        moved(len(block))
+    return hasher.hexdigest()
+
+
 def digest_of_file(path: Path, moved: Callable[[int], None] = uncounted) -> str:
     """Return the digest of a file; `moved` is called with the number of bytes of each read."""
-    hasher = Hasher()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            hasher.update(block)
-            moved(len(block))
-    return hasher.hexdigest()
+        return digest_of_stream(file, moved)
 
 
 def check_digest(digest: str, where: str = "") -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, get_type_hints
 
-
-def hints_of(kind: Any) -> dict[str, Any]:
-    """The types of a class's fields, by name; not to be changed."""
-    return _hints(kind)
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+# The types of a class's fields, by name; not to be changed.
+hints_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractAsyncContextManager
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded
+from common.base.clock import Clock, LoopTimeout
 
 LOOK_S = 0.5  # while it stands: how soon a sleeper sees that it goes on
 
@@ -37,13 +36,11 @@ class JobClock:
         now = self._clock.monotonic()
         if self._held_at is None:
             self._held_at = now
-            for deadline in self._deadlines:
-                deadline.stand()
         else:
             self._stood_s += now - self._held_at
             self._held_at = None
-            for deadline in self._deadlines:
-                deadline.go_on()
+        for deadline in self._deadlines:
+            deadline.stand() if held else deadline.go_on()
 
     def monotonic(self) -> float:
         """Seconds for which the job was not paused; only differences mean something."""
@@ -66,14 +63,14 @@ class JobClock:
         return _Deadline(self._deadlines, self, seconds, what)
 
 
-class _Deadline(AbstractAsyncContextManager[None]):
+class _Deadline(LoopTimeout):
     """One block's: it has none while the clock stands."""
 
     def __init__(
         self, open_now: set[_Deadline], clock: JobClock, seconds: float, what: str
     ) -> None:
+        super().__init__(seconds, what)
         self._open_now, self._clock = open_now, clock
-        self._seconds, self._what = seconds, what
         self._left_s = seconds
         self._since = 0.0  # of the loop's time, when `_left_s` was left
         self._scope = asyncio.timeout(None)
@@ -88,12 +85,7 @@ class _Deadline(AbstractAsyncContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         self._open_now.discard(self)
-        try:
-            await self._scope.__aexit__(kind, error, trace)  # type: ignore[arg-type]
-        except TimeoutError:
-            raise self._late() from None
-        if isinstance(error, TimeoutError) and self._scope.expired():
-            raise self._late() from None
+        await super().__aexit__(kind, error, trace)
 
     def stand(self) -> None:
         """The clock stands; one that has just passed has passed."""
@@ -106,6 +98,3 @@ class _Deadline(AbstractAsyncContextManager[None]):
         if not self._scope.expired():
             self._since = asyncio.get_running_loop().time()
             self._scope.reschedule(self._since + self._left_s)
-
-    def _late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"{self._what} took longer than {self._seconds:g} s")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.api.weights import STORE, Base, Manifest, Stage, Tensor, Weights
+from common.api.weights import STORE, Base, Manifest, Tensor, Weights
 from common.base.digest import digest_of
 from common.base.errors import BadMessage
 from common.mesh.runtime.mesh import Mesh
@@ -147,7 +147,7 @@ async def keep(mesh: Mesh, version: StagedVersion) -> None:
     """Has the store keep a version whose chunks it has; nobody sees it yet. AlreadyCommitted when
     its lineage has other weights of that number, Refused when a chunk is gone.
     """
-    ref, request = mesh.ref(STORE), Stage(version.manifest)
-    told = await patiently(mesh.clock, lambda: ref.call(Weights.stage, request))
-    if told.digest != version.digest:
-        raise BadMessage(f"the store has a manifest as {told.digest}, and not {version.digest}")
+    ref = mesh.ref(STORE)
+    told = await patiently(mesh.clock, lambda: ref.call(Weights.stage, version.manifest))
+    if told != version.digest:
+        raise BadMessage(f"the store has a manifest as {told}, and not {version.digest}")

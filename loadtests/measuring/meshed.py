@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import MeshError
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import SETTINGS_ENV
+from common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
 from common.mesh.runtime.calls.actor import Actor
 from common.mesh.runtime.mesh import Mesh, MeshSettings
 from common.state import registry

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.api.weights import STORE
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import SETTINGS_ENV
+from common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
 from common.mesh.process.forking.birth import NURSERY_ENV, OFF
 from common.mesh.process.handle import SystemChild
 from common.mesh.process.host import SystemHost

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from common.api.transfer.versions import Base
+from common.api.transfer.deltas import Base
 from common.mesh.runtime.mesh import Mesh
 from common.model.files.safetensors_file import NAMES
 from common.model.files.source import nbytes

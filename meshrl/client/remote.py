@@ -15,11 +15,9 @@ from typing import Any
 from common.api.gateway import (
     BeginUpload,
     EventsSince,
-    FinishUpload,
     Gateway,
     JobRequest,
     JobState,
-    ListJobs,
     ModelRequest,
     ReadModelFile,
     SubmittedJob,
@@ -59,7 +57,7 @@ class RemoteTransport:
         line = Line(found)
         line.open()
         try:
-            await line.call(Gateway.jobs, ListJobs(), REACH_S)
+            await line.call(Gateway.jobs, None, REACH_S)
         except BaseException:
             await line.close()
             raise
@@ -79,7 +77,7 @@ class RemoteTransport:
             async with aclosing(self._line.stream(Gateway.upload, begin)) as held:
                 opened = await anext(held)
                 await self._send(directory, about["files"], opened.upload, opened.piece_bytes)
-                return await self._line.call(Gateway.finish, FinishUpload(opened.upload))
+                return await self._line.call(Gateway.finish, opened.upload)
 
     async def _send(self, directory: Path, files: Any, upload: str, size: int) -> None:
         """All pieces of all files, a few at a time; the first error ends it."""
@@ -95,7 +93,7 @@ class RemoteTransport:
             one.result()
 
     async def jobs(self) -> list[JobState]:
-        return (await self._line.call(Gateway.jobs, ListJobs())).jobs
+        return (await self._line.call(Gateway.jobs, None)).jobs
 
     async def job(self, name: str) -> JobState:
         return await self._line.call(Gateway.job, JobRequest(name))
@@ -105,7 +103,7 @@ class RemoteTransport:
         return [Event(**asdict(event)) for event in found.events], found.cursor
 
     async def stop(self, name: str, op: str) -> bool:
-        return (await self._line.call(Gateway.stop, JobRequest(name, op))).changed
+        return await self._line.call(Gateway.stop, JobRequest(name, op))
 
     async def delete(self, name: str, op: str) -> None:
         await self._line.call(Gateway.delete, JobRequest(name, op))
@@ -140,7 +138,7 @@ class RemoteTransport:
         with place.open("xb") as file:
             while file.tell() < size:
                 asked = ReadModelFile(first.job, first.model, first.name, file.tell())
-                content = (await self._line.call(Gateway.read, asked)).content
+                content = await self._line.call(Gateway.read, asked)
                 if not content:
                     raise Damaged(f"{first.name} ends early", fix="Fetch it again")
                 file.write(content)

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from common.api.node import ListLogs, LogFile, LogPart, Node, ReadLog
+from common.api.node import LogFile, LogPart, Node, ReadLog
 from common.base.host.settings import OFF, MeshSettings
 from common.mesh.access.owner import PERSON, person_settings
 from common.state import registry
@@ -205,7 +205,7 @@ class RemoteLogs:
         """All of them, and why a host does not tell of its own."""
         entries = await registry.entries(self._mesh.state, "node")
         hosts = [e.host for e in entries if e.alive and e.host != self._mesh.settings.host]
-        calls = (self._mesh.ref(agent(host)).call(Node.logs, ListLogs()) for host in hosts)
+        calls = (self._mesh.ref(agent(host)).call(Node.logs, None) for host in hosts)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         found: list[RemoteLog] = []
         silent: dict[str, str] = {}

@@ -14,8 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from common.api.calls.hint import Look
-from common.api.calls.role import Drain, Drained, Settle, Settled
+from common.api.calls.interface import Look
+from common.api.calls.role import Settle, Settled
 from common.api.engine import (
     Abort,
     Attach,
@@ -27,7 +27,6 @@ from common.api.engine import (
     Shelved,
     Stored,
     Submit,
-    Submitted,
     Tokens,
 )
 from common.api.stats import EngineStats, KVStats
@@ -222,12 +221,11 @@ class EngineService(Actor):
             self.commands.give(lambda: self.engine.abort(ids))
 
     @call(Engine.submit)
-    def submit(self, batch: Submit) -> Submitted:
+    def submit(self, batch: Submit) -> None:
         owner = self.shards.asking(batch.owner, batch.incarnation)
         self._refuse_new()
         requests, ended = self._requests(owner, batch), batch.ended.tolist()
         self.commands.give(lambda: self.admit(requests, ended))
-        return Submitted()
 
     def _requests(self, owner: Attached, batch: Submit) -> list[Request]:
         how = batch.sampling
@@ -322,7 +320,7 @@ class EngineService(Actor):
         self.weights.changed.set()
 
     @call(Engine.drain)
-    async def drain(self, request: Drain) -> Drained:
+    async def drain(self, request: str) -> None:
         """Takes nothing more; what runs ends as aborted, with every token so far delivered."""
         self.draining = True
         ids = self.shards.out
@@ -338,4 +336,3 @@ class EngineService(Actor):
                 )
                 flush = partial(kv.writer.flush, WRITTEN_S / 2)
                 await self.mesh.host.run_blocking(flush, deadline_s=WRITTEN_S)
-        return Drained()

@@ -21,7 +21,6 @@ from common.mesh.runtime.mesh import Mesh
 from common.mesh.transport.base import Peer, Transport
 from common.mesh.wire.frames import unpack_header
 
-STOP_S = 2.0
 # The id of the token, or of the member, that the request which is being served came with.
 holder: ContextVar[str] = ContextVar("holder")
 
@@ -62,6 +61,6 @@ class FrontDoor:
 
     async def close(self) -> None:
         """Ends what is being served, and all connections."""
-        await self._server.stop(STOP_S)
+        await self._server.stop()
         self._sweep.stop()
         await self._transport.close()

@@ -18,20 +18,15 @@ from typing import Any
 from common.api.gateway import (
     PIECE_BYTES,
     BeginUpload,
-    Changed,
     EventPage,
     EventsSince,
-    FilePiece,
-    FinishUpload,
     Gateway,
     JobEvent,
     JobList,
     JobRequest,
     JobState,
-    ListJobs,
     ModelFiles,
     ModelRequest,
-    PieceWritten,
     ReadModelFile,
     SubmittedJob,
     UploadOpened,
@@ -109,20 +104,19 @@ class GatewayActor(HostCalls):
             raise DeadlineExceeded(f"nothing of the job arrived for {IDLE_S:g} s")
 
     @call(Gateway.put)
-    async def put(self, request: UploadPiece) -> PieceWritten:
+    async def put(self, request: UploadPiece) -> None:
         upload = self._uploads.of(request.upload, holder.get())
         if len(request.content) > PIECE_BYTES:
             raise Refused(f"a piece has at most {PIECE_BYTES} bytes")
         upload.touched = self.mesh.clock.monotonic()
         await self._uploads.put(upload, request.name, request.offset, request.content)
-        return PieceWritten()
 
     @call(Gateway.finish)
-    async def finish(self, request: FinishUpload) -> SubmittedJob:
-        token, known = holder.get(), self._submitted.get(request.upload)
+    async def finish(self, id: str) -> SubmittedJob:
+        token, known = holder.get(), self._submitted.get(id)
         if known is not None and known[0] == token:
             return known[1]
-        upload = self._uploads.of(request.upload, token)
+        upload = self._uploads.of(id, token)
         if upload.submission is None:
             await self._uploads.check(upload)
             # It goes on if who asked has gone: Redis may have the job by then.
@@ -171,7 +165,7 @@ class GatewayActor(HostCalls):
     # ------------------------------------------------------------ a job of the token's
 
     @call(Gateway.jobs)
-    async def jobs(self, request: ListJobs) -> JobList:
+    async def jobs(self, request: None) -> JobList:
         token = holder.get()
         rows = await jobs.jobs(self.mesh.state)
         return JobList([standing(row) for row in rows if self._holder_of(row) == token])
@@ -191,24 +185,24 @@ class GatewayActor(HostCalls):
         return EventPage([JobEvent(**asdict(event)) for event in found], cursor)
 
     @call(Gateway.stop)
-    async def cancel(self, request: JobRequest) -> Changed:
+    async def cancel(self, request: JobRequest) -> bool:
         op = _operation(request)
         await self._own(request.job)
-        return Changed(await jobs.cancel(self.mesh.state, request.job, op))
+        return await jobs.cancel(self.mesh.state, request.job, op)
 
     @call(Gateway.delete)
-    async def delete(self, request: JobRequest) -> Changed:
+    async def delete(self, request: JobRequest) -> bool:
         op = _operation(request)
         try:
             row = await self._own(request.job)
         except NotFound:
             with suppress(Refused):  # it is no name of a job
                 if await deleting.was_deleted(self.mesh.state, request.job, op):
-                    return Changed(True)  # the answer was lost
+                    return True  # the answer was lost
             raise
         await deleting.delete(self.mesh.state, request.job, op)
         self._holders.pop(row.run_dir, None)
-        return Changed(True)
+        return True
 
     async def _own(self, job: str) -> JobRow:
         """The row of a job that came with the token of this request; NotFound for any other, so
@@ -252,8 +246,8 @@ class GatewayActor(HostCalls):
         return await self._models.written(await self._own(request.job), request)
 
     @call(Gateway.read)
-    async def read(self, request: ReadModelFile) -> FilePiece:
-        return FilePiece(await self._models.piece(await self._own(request.job), request))
+    async def read(self, request: ReadModelFile) -> bytes:
+        return await self._models.piece(await self._own(request.job), request)
 
     @call(Gateway.versions)
     async def versions(self, request: VersionsRequest) -> VersionsAnswer:

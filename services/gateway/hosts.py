@@ -13,23 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from common.api.calls.callers import HOST_ROLES, PLANNER
-from common.api.gateway import (
-    Changed,
-    DescribeMember,
-    DrainHost,
-    Gateway,
-    HostAdmitted,
-    HostOfMember,
-    HostReturned,
-    JoinHost,
-    LeaveMesh,
-    ListRemaining,
-    LocateRedis,
-    RedisLocation,
-    RemainingNames,
-)
+from common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation, RemainingNames
 from common.base.errors import NotFound, Refused
-from common.base.host.secret import SECRET_BYTES
+from common.base.host.settings import SECRET_BYTES
 from common.base.release import release
 from common.mesh.access import members
 from common.mesh.access.hosts import AdmittedHost
@@ -140,55 +126,55 @@ class HostCalls(Actor):
         await self.mesh.host.run_blocking(change, file, *words, deadline_s=FILE_S)
 
     @call(Gateway.leave)
-    async def leave(self, request: LeaveMesh) -> Changed:
+    async def leave(self, request: None) -> bool:
         """Forgets the host of a member key; whether there was one."""
-        id, host = holder.get(), self._member().host
+        id, host = holder.get(), self._member()
         state, clock, about = self.mesh.state, self.mesh.clock, {"host": host}
         told = await admission.ask(state, clock, f"{id}.leave", admission.LEAVE, about)
         self.mesh.log.info("a host has left", host=host)
-        return Changed(bool(told["left"]))
+        return bool(told["left"])
 
     @call(Gateway.drain)
-    async def drain(self, request: DrainHost) -> Changed:
+    async def drain(self, request: None) -> bool:
         """Has everything move away from the host of a member key, which is about to end."""
-        return Changed(bool((await self._asked(admission.DRAIN))["changed"]))
+        return bool((await self._asked(admission.DRAIN))["changed"])
 
     @call(Gateway.back)
-    async def back(self, request: HostReturned) -> Changed:
+    async def back(self, address: str) -> bool:
         """Ends that, as the host is there again."""
-        if not ADDRESS.fullmatch(request.address):
-            raise Refused(f"{request.address!r:.60} is no address of a host")
-        told = await self._asked(admission.BACK, address=request.address)
-        return Changed(bool(told["changed"]))
+        if not ADDRESS.fullmatch(address):
+            raise Refused(f"{address!r:.60} is no address of a host")
+        told = await self._asked(admission.BACK, address=address)
+        return bool(told["changed"])
 
     @call(Gateway.whereabouts)
-    async def whereabouts(self, request: LocateRedis) -> RedisLocation:
+    async def whereabouts(self, request: None) -> RedisLocation:
         """What the host of a member key was told when it joined, as it is now."""
         return RedisLocation(**await self._asked(admission.WHERE))
 
     async def _asked(self, kind: str, **about: str) -> dict[str, Any]:
         """The launcher's answer about the host of the request's member key."""
         mesh, asked = self.mesh, f"{holder.get()}.{kind}.{secrets.token_hex(8)}"
-        told = {**about, "host": self._member().host}
+        told = {**about, "host": self._member()}
         return await admission.ask(mesh.state, mesh.clock, asked, kind, told)
 
     @call(Gateway.remaining)
-    async def remaining(self, request: ListRemaining) -> RemainingNames:
+    async def remaining(self, request: None) -> RemainingNames:
         """What is left on the host of a member key."""
-        state, host = self.mesh.state, self._member().host
+        state, host = self.mesh.state, self._member()
         return RemainingNames(await remaining_on(state, host), await pool.drains(state, host))
 
     @call(Gateway.membership)
-    async def membership(self, request: DescribeMember) -> HostOfMember:
+    async def membership(self, request: None) -> str:
         """The host of a member key."""
         return self._member()
 
-    def _member(self) -> HostOfMember:
+    def _member(self) -> str:
         """The host of the request's member key. NotFound for a token, which is nobody's."""
         known = self._tokens.member(holder.get())
         if known is None:
             raise NotFound("this is the key of no host that has joined", fix="`meshrl join` does")
-        return HostOfMember(known.host)
+        return known.host
 
 
 def _public(request: JoinHost) -> bytes:

@@ -8,7 +8,6 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from common.api.worker.stats import published
 from common.mesh.residents.orphan import ORPHAN_S
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from common.state.pool.placing.taking import ALL, taken
@@ -38,7 +37,7 @@ async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
 
     def stats() -> dict[str, Any]:
         found = replace(agent.stats(), bulk_sent=None if bulk is None else bulk.sent)
-        return published(found) | agent.gpus.stats()
+        return found.encoded() | agent.gpus.stats()
 
     try:
         await mesh.join(agent, stats=stats, bulk_address="" if bulk is None else bulk.address)

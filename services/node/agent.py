@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common.api import node as api
-from common.api.calls.hint import Look
-from common.api.node import ListLogs, LogPart, Node, ReadLog
-from common.api.worker.stats import NodeStats
+from common.api.calls.interface import Look
+from common.api.node import LogPart, Node, ReadLog
+from common.api.stats import NodeStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.handle import Child
 from common.mesh.process.host import Stoppable
@@ -112,7 +112,7 @@ class NodeAgent(Actor, Hooks):
         self.services.look()
 
     @call(Node.logs)
-    async def logs(self, m: ListLogs) -> api.LogFiles:
+    async def logs(self, m: None) -> api.LogFiles:
         return api.LogFiles(await self._off_loop(self._files.listed))
 
     @call(Node.read_log)

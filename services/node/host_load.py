@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from common.api.worker.stats import DistanceStats, HostLoadStats
+from common.api.stats import DistanceStats, HostLoadStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.runtime.mesh import Mesh
 from common.state.redis.client import server_ms

@@ -14,9 +14,9 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
-from common.api.calls.hint import Look
+from common.api.calls.interface import Look
 from common.api.node import Worker
-from common.api.worker.stats import WorkerStats, published
+from common.api.stats import WorkerStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.residents.orphan import ORPHAN_S, until_orphaned
 from common.mesh.runtime.calls.actor import cast
@@ -178,7 +178,7 @@ async def _serve(mesh: Mesh, a: argparse.Namespace, root: Path, segments: Segmen
     worker = GangWorker(mesh, row, around)
     try:
         async with worker.residents:
-            await mesh.join(worker, stats=lambda: published(worker.stats()))
+            await mesh.join(worker, stats=lambda: worker.stats().encoded())
             await worker.join()
             mesh.ready = True
             why = await first_of(

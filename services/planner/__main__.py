@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from common.api.worker.stats import published
 from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from services.planner.planner import Planner
 
@@ -16,7 +15,7 @@ async def main(a: argparse.Namespace) -> None:
 async def serve(mesh: Mesh) -> None:
     """The life of a planner, until it is cancelled."""
     planner = Planner(mesh)
-    await mesh.join(planner, stats=lambda: published(planner.stats()))
+    await mesh.join(planner, stats=lambda: planner.stats().encoded())
     try:
         await planner.serve()
     finally:

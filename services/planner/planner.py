@@ -11,9 +11,9 @@ import asyncio
 import json
 from collections.abc import Iterable
 
-from common.api.calls.hint import Look
+from common.api.calls.interface import Look
 from common.api.node import Node, Worker
-from common.api.worker.stats import PlannerStats
+from common.api.stats import PlannerStats
 from common.base.errors import DeadlineExceeded, Fenced, MeshError
 from common.mesh.process.host import Stoppable
 from common.mesh.runtime.calls.actor import Actor

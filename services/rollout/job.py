@@ -84,7 +84,7 @@ class ShardJob:
         """Claims the shard and goes on with what its predecessor left of the open groups."""
         history = self.runner.history
         if history is not None and history.damage:  # told of once
-            then = damage.FATES["lengths"].then
+            then = damage.FATES["lengths"]
             about = "lengths", history.path, history.damage, then
             told = damage.fields(*about, job=self.job.id, aside=history.aside)
             await events.append(self.mesh.state, damage.EVENT, told)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.calls.role import Drain, Drained, Settle, Settled
+from common.api.calls.role import Settle, Settled
 from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, Scoring, Verdicts
 from common.base.errors import MeshError, Refused
 from common.generation.contract import TokenEngine
@@ -171,10 +171,9 @@ class FrozenModels(KeepsNothing, Actor):
         )
 
     @call(Scoring.drain)
-    def drain(self, request: Drain) -> Drained:
+    def drain(self, reason: str) -> None:
         """What is under way is asked for again where the models are next."""
         self._draining = True
-        return Drained()
 
 
 def scores(role: str, engine: TokenEngine, sequences: Sequence[NDArray[np.int32]]) -> RoleScores:

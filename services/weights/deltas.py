@@ -14,16 +14,14 @@ from dataclasses import dataclass, field
 
 from common.api.transfer.deltas import (
     AskDeltas,
+    Base,
     BeginDelta,
     ChunkDelta,
     DeltaBases,
     Deltas,
-    DeltaStaged,
-    Noted,
     Received,
     StageDelta,
 )
-from common.api.transfer.versions import Base
 from common.api.weights import Weights
 from common.base.errors import BadMessage, DeadlineExceeded
 from common.mesh.runtime.calls.actor import Actor, call
@@ -240,15 +238,15 @@ class WithDeltas(Actor):
         return DeltaBases(self.deltas.begin(request) if known else [])
 
     @call(Weights.stage_delta)
-    def stage_delta(self, request: StageDelta) -> DeltaStaged:
-        return DeltaStaged(self.deltas.stage(request))
+    def stage_delta(self, request: StageDelta) -> bool:
+        return self.deltas.stage(request)
 
     @call(Weights.deltas)
     async def deltas_to(self, request: AskDeltas) -> Deltas:
         return await self.deltas.to(request)
 
     @call(Weights.received)
-    def received(self, request: Received) -> Noted:
+    def received(self, request: Received) -> None:
         """What is not on record is no base of anything: it may have been collected meanwhile."""
         number = Number(request.target.lineage, request.target.version)
         if any(
@@ -256,4 +254,3 @@ class WithDeltas(Actor):
             for record in self.records
         ):
             self.deltas.received(request)
-        return Noted()

@@ -10,29 +10,20 @@ from typing import Any, TypeVar
 
 from common.api.transfer.bulk import SPACES
 from common.api.weights import (
-    Aside,
     Checkpoint,
+    CheckpointName,
     Clear,
-    Cleared,
     Examine,
-    Examined,
     Fetch,
     KeepLines,
-    LaidOut,
     LayOut,
-    LinesKept,
-    Load,
     Manifest,
     Names,
-    Older,
     Publish,
     Published,
-    Saved,
     Seek,
     SetAside,
     Sources,
-    Stage,
-    Staged,
     Weights,
 )
 from common.base.digest import digest_of
@@ -128,12 +119,11 @@ class WeightStore(WithDeltas):
         await self.sweeper.forever()
 
     @call(Weights.stage)
-    async def stage(self, request: Stage) -> Staged:
+    async def stage(self, manifest: Manifest) -> str:
         """Makes a version's manifest durable, and keeps it until the job's commits have passed it;
         Refused when a chunk that it names is not there, AlreadyCommitted when the lineage has
         other weights of that version, QuotaExceeded.
         """
-        manifest = request.manifest
         content = packed(manifest)
         digest = digest_of(content)
         await self._refuse_what_may_not(manifest, digest)
@@ -150,7 +140,7 @@ class WeightStore(WithDeltas):
             raise
         await self.mesh.host.run_blocking(self.chunks.write, content, deadline_s=IO_S)
         await self.records.save(manifest.job)
-        return Staged(digest)
+        return digest
 
     async def _refuse_what_may_not(self, manifest: Manifest, digest: str) -> None:
         """A version is committed once in its lineage, also when Redis has forgotten that it was;
@@ -205,20 +195,20 @@ class WeightStore(WithDeltas):
         return self._tracker.answer(request)
 
     @call(Weights.examine)
-    async def examine(self, request: Examine) -> Examined:
+    async def examine(self, request: Examine) -> bool:
         """A chunk that is not what was written is set aside, and whoever has its bytes writes it
         again.
         """
         if request.space not in SPACES or request.kind not in FATES:
             raise BadMessage(f"no chunks of {request.kind!r:.40} in {request.space!r:.40}")
         chunks = self.chunks.space(request.space)
-        return Examined(await self._examined(chunks, request.digest, request.kind, request.job))
+        return await self._examined(chunks, request.digest, request.kind, request.job)
 
     async def _examined(self, chunks: ChunkStore, digest: str, kind: str, job: str) -> bool:
         def look() -> bool:
             whole, aside = chunks.examine(digest)
             if aside is not None:
-                path, then = chunks.path(digest), FATES[kind].then
+                path, then = chunks.path(digest), FATES[kind]
                 self._untold.add(damage.fields(kind, path, WHY, then, job=job, aside=aside))
             return whole
 
@@ -229,7 +219,7 @@ class WeightStore(WithDeltas):
     # -- checkpoints -----------------------------------------------------------------------------
 
     @call(Weights.save)
-    async def save(self, request: Checkpoint) -> Saved:
+    async def save(self, request: Checkpoint) -> str:
         """Writes a checkpoint's manifest; it counts once a step commit names it."""
         # Whoever writes it: a trainer that was replaced, and wakes, must not write over what its
         # successor has committed, so the name tells the weights too.
@@ -245,7 +235,7 @@ class WeightStore(WithDeltas):
             record.run_dir = row.run_dir
             await self.records.save(request.job)
         await run(self._write, _path(row, name), sealed(asdict(request)), deadline_s=IO_S)
-        return Saved(name)
+        return name
 
     async def _touch_base(self, manifest: Manifest) -> None:
         """Of what adapters are added to only that counts which is not theirs."""
@@ -269,26 +259,26 @@ class WeightStore(WithDeltas):
             raise failure(error, path) from error
 
     @call(Weights.lay_out)
-    async def lay_out(self, request: LayOut) -> LaidOut:
+    async def lay_out(self, request: LayOut) -> bool:
         """Refused when one of its files is no chunk any more: put them again."""
         row = await jobs.job(self.mesh.state, request.job)
         path = _path(row, request.name)
 
-        def lay_out(moved: TaskProgress) -> LaidOut:
+        def lay_out(moved: TaskProgress) -> bool:
             home.lay_out(self.chunks, path, request.files, moved)
-            return LaidOut()
+            return True
 
         key = "lay out", str(path), *sorted(request.files.items())
         what = f"checkpoint {request.name} of {row.id}"
-        return await self._errands.joined(key, lay_out, what) or LaidOut(whole=False)
+        return await self._errands.joined(key, lay_out, what) or False
 
     @call(Weights.older)
-    async def older(self, request: Older) -> Names:
+    async def older(self, request: CheckpointName) -> Names:
         row = await jobs.job(self.mesh.state, request.job)
         return Names(await self._home(older, Path(row.run_dir), request.name))
 
     @call(Weights.set_aside)
-    async def set_aside(self, request: SetAside) -> Aside:
+    async def set_aside(self, request: SetAside) -> str:
         path = _path(await jobs.job(self.mesh.state, request.job), request.name)
 
         def put_aside() -> Path | None:
@@ -299,10 +289,10 @@ class WeightStore(WithDeltas):
 
         aside = await self._home(put_aside)
         await self._untold.tell_all()
-        return Aside(str(aside or ""))
+        return str(aside or "")
 
     @call(Weights.clear)
-    async def clear(self, request: Clear) -> Cleared:
+    async def clear(self, request: Clear) -> None:
         """An older checkpoint without its manifest is damaged, and set aside."""
         row = await jobs.job(self.mesh.state, request.job)
 
@@ -316,7 +306,6 @@ class WeightStore(WithDeltas):
         directory = Path(row.run_dir) / "checkpoints"
         await self._home(home.clear, directory, request.committed, tell)
         await self._untold.tell_all()
-        return Cleared()
 
     @call(Weights.publish)
     async def publish(self, request: Publish) -> Published:
@@ -334,31 +323,29 @@ class WeightStore(WithDeltas):
         return await self._errands.joined(key, publish, what) or Published({}, whole=False)
 
     @call(Weights.keep_lines)
-    async def keep_lines(self, request: KeepLines) -> LinesKept:
+    async def keep_lines(self, request: KeepLines) -> None:
         """StorageFull: they are left out. BadMessage: there is no such file."""
         row, lines = await jobs.job(self.mesh.state, request.job), request.lines.encode()
         key = request.job, row.since_ms, request.file
 
-        def keep(_: TaskProgress) -> LinesKept:
+        def keep(_: TaskProgress) -> bool:
             if self._kept.get(key) != request.op:
                 home.keep_lines(self.mesh.host, row, request.file, lines)
                 self._kept.pop(key, None)
                 self._kept[key] = request.op
                 while len(self._kept) > SHARDS:
                     del self._kept[next(iter(self._kept))]
-            return LinesKept()
+            return True
 
         # Who asks again while the first writes waits for that.
-        told = await self._errands.joined((*key, request.op), keep, f"{request.file} of {row.id}")
-        if told is None:
+        if not await self._errands.joined((*key, request.op), keep, f"{request.file} of {row.id}"):
             raise DeadlineExceeded("the disk takes no lines", where=row.run_dir)
-        return told
 
     async def _home(self, work: Callable[..., T], *args: Any) -> T:
         return await self.mesh.host.run_blocking(work, *args, deadline_s=HOME_S)
 
     @call(Weights.load)
-    async def load(self, request: Load) -> Checkpoint:
+    async def load(self, request: CheckpointName) -> Checkpoint:
         path = _path(await jobs.job(self.mesh.state, request.job), request.name)
         held = await self.mesh.host.run_blocking(manifest_of, path, deadline_s=IO_S)
         return Checkpoint(**held)

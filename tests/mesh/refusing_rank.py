@@ -5,7 +5,7 @@ Takes what services.trainer takes.
 
 from __future__ import annotations
 
-from common.api.ranks import OrderDone, RankOrder, Ranks, rank_name
+from common.api.ranks import RankOrder, Ranks, rank_name
 from common.base.errors import Fenced
 from common.job.bundle.job_data import JobData
 from common.mesh.runtime.calls.actor import call
@@ -18,7 +18,7 @@ from services.trainer.ranks.actor import RankActor
 
 class RefusingRank(RankActor):
     @call(Ranks.begin)
-    def begin(self, order: RankOrder) -> OrderDone:
+    def begin(self, order: RankOrder) -> None:
         raise Fenced("this rank never begins")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Generic, TypeVar
 
+from common.base.encoding.messages import message
+
 Q = TypeVar("Q")
 R = TypeVar("R")
 
@@ -23,8 +25,9 @@ class Method(Generic[Q]):
 
 
 class Call(Method[Q], Generic[Q, R]):
-    """One request, one reply. `idempotent`: safe to run twice, so a lost peer is asked again within
-    the deadline.
+    """One request, one reply; a plain value says what needs no name,
+    NoneType nothing. `idempotent`: safe to run twice,
+    so a lost peer is asked again within the deadline.
     """
 
     def __init__(
@@ -62,3 +65,10 @@ class Interface:
     def __init_subclass__(cls) -> None:
         own = {k: v for k, v in vars(cls).items() if isinstance(v, Method)}
         cls.methods = {**cls.methods, **own}
+
+
+@message
+class Look:
+    """A hint to read the state again. It carries no orders, so losing it is harmless."""
+
+    what: str  # what changed, for the log

@@ -4,24 +4,14 @@ from tier to tier and back.
 
 from __future__ import annotations
 
+from types import NoneType
+
 from common.api.calls.interface import Call, Interface
 from common.base.encoding.messages import message
 
 SETTLE_S = (
     900.0  # tensors of some 100 GB to a disk; who asked may ask again, and finds it under way
 )
-
-
-@message
-class Drain:
-    """Asks a role process to finish what it can within the deadline and to give back the rest."""
-
-    reason: str  # why the gang leaves this role, for the log
-
-
-@message
-class Drained:
-    """The answer to Drain; the process may be ended now."""
 
 
 @message
@@ -52,5 +42,7 @@ class Settled:
 class Resting(Interface):
     """The methods that every role process has."""
 
-    drain = Call(Drain, Drained, deadline_s=5.0, idempotent=True)
+    # It finishes what it can within the deadline and gives back the rest; the reason is for the
+    # log. Once it has answered it may be ended.
+    drain = Call(str, NoneType, deadline_s=5.0, idempotent=True)
     settle = Call(Settle, Settled, deadline_s=SETTLE_S, idempotent=True)

@@ -6,8 +6,16 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from common.api.transfer.versions import Base
 from common.base.encoding.messages import message
+
+
+@message
+class Base:
+    """A version that another one refers to, or that somebody has."""
+
+    lineage: int
+    version: int
+    digest: str  # of its manifest
 
 
 @message
@@ -67,13 +75,6 @@ class StageDelta:
 
 
 @message
-class DeltaStaged:
-    """The answer to StageDelta: False, nobody needs more of it."""
-
-    wanted: bool
-
-
-@message
 class AskDeltas:
     """Asks for the deltas to a version, those after the first `after` that there are, waiting for
     some if more are to come that are of use to the host.
@@ -100,8 +101,3 @@ class Received:
     host: str
     target: Base
     job: str
-
-
-@message
-class Noted:
-    """The answer to Received."""

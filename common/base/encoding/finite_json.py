@@ -11,10 +11,6 @@ class NotFinite(ValueError):
     """A number in JSON that is not finite; the message is the number as written."""
 
 
-def _refused(written: str) -> Any:
-    raise NotFinite(written)
-
-
 def _finite(written: str) -> float:
     number = float(written)
     if not math.isfinite(number):
@@ -22,7 +18,7 @@ def _finite(written: str) -> float:
     return number
 
 
-DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite)
+DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 def is_finite(value: Any) -> bool:

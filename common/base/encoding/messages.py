@@ -15,7 +15,16 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    NoReturn,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgpack
 import numpy as np
@@ -53,7 +62,7 @@ class MessageLimits:
     dims: int = 8
 
 
-DEFAULT_LIMITS = MessageLimits()
+LIMITS = MessageLimits()
 
 
 Buffers = list[memoryview]
@@ -99,29 +108,24 @@ def encode(m: Any) -> tuple[bytes, Buffers]:
         raise BadMessage(f"a {type(m).__name__} that MessagePack cannot hold: {error}") from None
 
 
-def decode(
-    cls: type[M],
-    body: Frame,
-    buffers: Sequence[Frame] = (),
-    limits: MessageLimits = DEFAULT_LIMITS,
-) -> M:
+def decode(cls: type[M], body: Frame, buffers: Sequence[Frame] = ()) -> M:
     """The message in `body`; its arrays are read-only views of `buffers`."""
     rest = iter(buffers)
-    made: M = _codecs[cls].decode(unpacked(body, limits), rest)
+    made: M = _codecs[cls].decode(unpacked(body), rest)
     if buffers and next(rest, None) is not None:
         raise BadMessage(f"more buffers than a {cls.__name__} has arrays")
     return made
 
 
-def unpacked(body: Frame, limits: MessageLimits) -> Any:
+def unpacked(body: Frame) -> Any:
     """The MessagePack value of a body; BadMessage if it is malformed or beyond the limits."""
     size = len(body)
-    if size > limits.body_bytes:
-        raise BadMessage(f"a body of {size} bytes; the limit is {limits.body_bytes}")
+    if size > LIMITS.body_bytes:
+        raise BadMessage(f"a body of {size} bytes; the limit is {LIMITS.body_bytes}")
     try:
-        if size <= limits.items:  # msgpack bounds every container by the size of its input
+        if size <= LIMITS.items:  # msgpack bounds every container by the size of its input
             return msgpack.unpackb(body)
-        return msgpack.unpackb(body, max_array_len=limits.items, max_map_len=limits.items)
+        return msgpack.unpackb(body, max_array_len=LIMITS.items, max_map_len=LIMITS.items)
     except DECODE_ERRORS as error:
         raise BadMessage(f"a body that is not MessagePack within limits: {error}") from None
 
@@ -162,27 +166,19 @@ def _compile(cls: type, fields: dict[str, Any]) -> _Codec:
             scope[f"d_{name}"] = codec.decode
             checks.append(f" f_{name} = d_{name}(f_{name}, buffers)")
     names = "".join(f"f_{name}, " for name in fields)
-    unpack = (
-        [f" {names}= checked(v, {len(fields)}, {cls.__name__!r})"]
-        if fields
-        else [f" checked(v, 0, {cls.__name__!r})"]
-    )
     source = [
         "def encode(m, buffers):",
         f" return ({''.join(p + ', ' for p in packed)})",
         "def decode(v, buffers):",
-        *unpack,
+        f" {names + '= ' if fields else ''}checked(v, {len(fields)}, {cls.__name__!r})",
         *checks,
         f" return cls({names})",
     ]
     exec("\n".join(source), scope)
+    decode = scope["decode"]
     return _Codec(
-        scope["encode"], _guarded(scope["decode"], cls) if _validates(cls) else scope["decode"]
+        scope["encode"], _guarded(decode, cls) if hasattr(cls, "__post_init__") else decode
     )
-
-
-def _validates(cls: type) -> bool:
-    return hasattr(cls, "__post_init__")
 
 
 def _guarded(decode: _Decode, cls: type) -> _Decode:
@@ -199,7 +195,7 @@ def _guarded(decode: _Decode, cls: type) -> _Decode:
     return guarded
 
 
-def _fail(where: str, value: Any) -> None:
+def _fail(where: str, value: Any) -> NoReturn:
     raise BadMessage(f"{where} holds a {type(value).__name__}, which does not belong there")
 
 
@@ -211,6 +207,10 @@ def _as_float(where: str, value: Any) -> float:
 
 def _as_is(value: Any, buffers: Buffers) -> Any:
     return value
+
+
+# None stands for a message without content, and a plain value for one of a single field.
+_codecs[types.NoneType] = _Codec(_as_is, lambda v, _: None if v is None else _fail("nothing", v))
 
 
 def _codec(hint: Any, where: str) -> _Codec:
@@ -237,31 +237,21 @@ def _codec(hint: Any, where: str) -> _Codec:
 
 
 def _scalar(hint: type, where: str) -> _Decode:
-    def decode_scalar(v: Any, buffers: Iterator[Frame]) -> Any:
-        if type(v) is not hint:
-            if hint is float:
-                return _as_float(where, v)
-            _fail(where, v)
-        return v
-
-    return decode_scalar
+    other = _as_float if hint is float else _fail
+    return lambda v, _: v if type(v) is hint else other(where, v)
 
 
 def _optional(inner: _Codec) -> _Codec:
-    def encode_optional(v: Any, buffers: Buffers) -> Any:
-        return None if v is None else inner.encode(v, buffers)
-
-    def decode_optional(v: Any, buffers: Iterator[Frame]) -> Any:
-        return None if v is None else inner.decode(v, buffers)
-
-    return _Codec(_as_is if inner.encode is _as_is else encode_optional, decode_optional)
+    return _Codec(
+        _as_is
+        if inner.encode is _as_is
+        else lambda v, buffers: None if v is None else inner.encode(v, buffers),
+        lambda v, buffers: None if v is None else inner.decode(v, buffers),
+    )
 
 
 def _list(item: Any, where: str, kind: type) -> _Codec:
     inner = _codec(item, where)
-
-    def encode_list(v: Any, buffers: Buffers) -> Any:
-        return [inner.encode(x, buffers) for x in v]
 
     def decode_list(v: Any, buffers: Iterator[Frame]) -> Any:
         if type(v) is not list:
@@ -270,32 +260,36 @@ def _list(item: Any, where: str, kind: type) -> _Codec:
             return v if kind is list else tuple(v)
         return kind(inner.decode(x, buffers) for x in v)
 
-    return _Codec(_as_is if inner.encode is _as_is else encode_list, decode_list)
+    if inner.encode is _as_is:
+        return _Codec(_as_is, decode_list)
+    return _Codec(lambda v, buffers: [inner.encode(x, buffers) for x in v], decode_list)
 
 
 def _tuple(inner: list[_Codec], where: str) -> _Codec:
-    def encode_tuple(v: Any, buffers: Buffers) -> Any:
-        return [codec.encode(x, buffers) for codec, x in zip(inner, v, strict=True)]
-
     def decode_tuple(v: Any, buffers: Iterator[Frame]) -> Any:
         parts = checked(v, len(inner), where)
         return tuple(codec.decode(x, buffers) for codec, x in zip(inner, parts, strict=True))
 
-    return _Codec(encode_tuple, decode_tuple)
+    return _Codec(
+        lambda v, buffers: [c.encode(x, buffers) for c, x in zip(inner, v, strict=True)],
+        decode_tuple,
+    )
 
 
 def _dict(inner: _Codec, where: str) -> _Codec:
-    def encode_dict(v: Any, buffers: Buffers) -> Any:
-        return {key: inner.encode(x, buffers) for key, x in v.items()}
-
     def decode_dict(v: Any, buffers: Iterator[Frame]) -> Any:
         if type(v) is not dict or not set(map(type, v)) <= {str}:
             _fail(where, v)
         return {key: inner.decode(x, buffers) for key, x in v.items()}
 
-    return _Codec(_as_is if inner.encode is _as_is else encode_dict, decode_dict)
+    if inner.encode is _as_is:
+        return _Codec(_as_is, decode_dict)
+    return _Codec(
+        lambda v, buffers: {k: inner.encode(x, buffers) for k, x in v.items()}, decode_dict
+    )
 
 
+_codecs |= {kind: _Codec(_as_is, _scalar(kind, "a value")) for kind in (*_SCALARS, float)}
 _PLAIN = {type(None), bool, int, float, str, bytes}
 
 
@@ -312,8 +306,8 @@ def _plain(value: Any, where: str) -> Any:
             elif type(entry) not in _PLAIN:
                 _fail(where, entry)
         level, depth = deeper, depth + 1
-        if depth > DEFAULT_LIMITS.depth:
-            raise BadMessage(f"{where} is nested deeper than {DEFAULT_LIMITS.depth}")
+        if depth > LIMITS.depth:
+            raise BadMessage(f"{where} is nested deeper than {LIMITS.depth}")
     return value
 
 
@@ -337,9 +331,8 @@ def _decode_array(value: Any, buffers: Iterator[Frame], where: str) -> Array:
     dtype = _DTYPES.get(kind) if type(kind) is str else None
     if dtype is None:
         raise BadMessage(f"{where} is an array of unknown type {kind!r:.40}")
-    if type(shape) is not list or len(shape) > DEFAULT_LIMITS.dims:
-        raise BadMessage(f"{where} is an array of an impossible shape")
-    if not all(type(n) is int and n >= 0 for n in shape):
+    fits = type(shape) is list and len(shape) <= LIMITS.dims
+    if not fits or not all(type(n) is int and n >= 0 for n in shape):
         raise BadMessage(f"{where} is an array of an impossible shape")
     raw = next(buffers, None) if inline is None else inline
     if type(raw) is not bytes and type(raw) is not memoryview:

@@ -6,16 +6,13 @@ Credentials are those that the client of its kind finds in this process's enviro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
 
 from common.base.errors import ConfigError, MeshError, NotFound
 from common.base.urls import Url
 
 PART = ".part"  # ends the name of a file that is being written
-
-T = TypeVar("T")
 
 
 class AtUrl:
@@ -56,7 +53,8 @@ class AtUrl:
 
     def content(self, name: str) -> bytes:
         """What a file holds."""
-        return self._asked(lambda: bytes(self._fs.cat_file(self._path(name))), name)
+        with self._reaching(name):
+            return bytes(self._fs.cat_file(self._path(name)))
 
     def place_content(self, name: str, content: bytes) -> None:
         """Puts a file in place of what is there."""
@@ -69,45 +67,34 @@ class AtUrl:
     def fetch_file(self, name: str, path: Path) -> None:
         """Copies a file from there."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._asked(lambda: self._fs.get_file(self._path(name), str(path)), name)
+        with self._reaching(name):
+            self._fs.get_file(self._path(name), str(path))
 
     def discard(self, name: str) -> None:
         """Removes a file, or a folder with all that is below it, if it is there."""
-        path = self._path(name)
-
-        def removed() -> None:
-            with suppress(FileNotFoundError):  # `exists` would take an error for "not there"
-                self._fs.rm(path, recursive=True)
-
-        self._asked(removed, name)
+        # `exists` would take an error for "not there"
+        with self._reaching(name), suppress(FileNotFoundError):
+            self._fs.rm(self._path(name), recursive=True)
 
     def names(self, below: str) -> list[str]:
         """Names of files and folders of a folder; none of one that is not there."""
-
-        def names() -> list[str]:
+        folder, found = self._path(below).rstrip("/"), []
+        # `isdir` would take any error for "not there"
+        with self._reaching(below), suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            folder = self._path(below).rstrip("/")
-            try:
-                found = [str(path).rstrip("/") for path in self._fs.ls(folder, False)]
-            except FileNotFoundError:  # `isdir` would take any error for "not there"
-                return []
-            return [path.rpartition("/")[2] for path in found if path != folder]
-
-        return sorted(self._asked(names, below))
+            found = [str(path).rstrip("/") for path in self._fs.ls(folder, False)]
+        return sorted(path.rpartition("/")[2] for path in found if path != folder)
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file, by its path below the URL."""
-
-        def sizes() -> dict[str, int]:
+        root = self._root.rstrip("/")
+        with self._reaching(""):
             self._fs.invalidate_cache()
-            root = self._root.rstrip("/")
             try:
                 self._fs.ls(root, False)
             except FileNotFoundError:
                 return {}
             return {path[len(root) + 1 :]: size for path, size in self._below(root)}
-
-        return self._asked(sizes, "")
 
     def _below(self, folder: str) -> Iterator[tuple[str, int]]:
         """Files, where `find` would leave out those of a folder that cannot be listed."""
@@ -125,8 +112,7 @@ class AtUrl:
         middle leaves no half of it there.
         """
         path = self._path(name)
-
-        def place() -> None:
+        with self._reaching(name):
             try:
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             except FileNotFoundError as error:  # of a place that takes no folder, as /proc
@@ -134,14 +120,13 @@ class AtUrl:
             put(f"{path}{self._part}")
             self._fs.mv(f"{path}{self._part}", path)
 
-        self._asked(place, name)
-
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _asked(self, work: Callable[[], T], name: str) -> T:
+    @contextmanager
+    def _reaching(self, name: str) -> Iterator[None]:
         try:
-            return work()
+            yield
         except FileNotFoundError:
             raise NotFound("it is missing", where=f"{self.shown}/{name}") from None
         except MeshError:

@@ -50,17 +50,14 @@ def decode(content: bytes, where: str) -> dict[str, Any]:
         raise Damaged(why, where=where) from None
     if not isinstance(found, dict):
         raise Damaged("it does not hold a JSON object", where=where)
-    checked = found.pop(CHECK, None) or _under_another_name(found)
+    checked = found.pop(CHECK, None)
+    if checked is None and found:  # a check whose key has changed
+        last = next(reversed(found))
+        rest = {key: value for key, value in found.items() if key != last}
+        checked = found[last] if found[last] == digest(rest) else None
     if checked is not None and (odd or checked != digest(found)):
         raise Damaged("its content is not what its check says", where=where)
     return found
-
-
-def _under_another_name(found: Mapping[str, Any]) -> str | None:
-    """The check of a document whose key `check` has changed."""
-    last = next(reversed(list(found.items())), None)
-    rest = {key: value for key, value in found.items() if last and key != last[0]}
-    return digest(rest) if last and last[1] == digest(rest) else None
 
 
 def read(path: Path, fix: str) -> dict[str, Any]:

@@ -165,12 +165,7 @@ class Lying:
     """What lies on one medium, as the content of another."""
 
     def __init__(self, medium: Medium, head: Head) -> None:
-        self._medium, self._head = medium, head
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Bytes of each."""
-        return self._head.sizes
+        self._medium, self._head, self.sizes = medium, head, head.sizes
 
     def read(self, name: str, start: int, end: int) -> Octets:
         """Bytes of one, as they lie there."""

@@ -123,13 +123,13 @@ def whole(path: Path, *holding: str) -> Iterator[Row]:
 
 class LineFile:
     """A file that one process appends to. What it holds is read first, and changed by `append` and
-    `rewrite` alone: a torn tail is cut off by the first of them.
+    `replace` alone: a torn tail is cut off by the first of them.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.found = read(path)
-        self._next = self.found.next
+        self.next = self.found.next  # number of the line that comes next
         self._seen = signature(path)
         self._length, self._crc = self.found.length, self.found.crc
 
@@ -138,7 +138,7 @@ class LineFile:
         since.
         """
         self.check()
-        lines = [line(row, self._next + n) for n, row in enumerate(rows)]
+        lines = [line(row, self.next + n) for n, row in enumerate(rows)]
         file = AppendFile(self.path, keep=self._length)
         try:
             file.write(added := b"".join(lines))
@@ -146,7 +146,7 @@ class LineFile:
         finally:
             file.close()
             self._seen = signature(self.path)
-        self._next += len(lines)
+        self.next += len(lines)
 
     def let_go(self) -> None:
         """Forgets the rows that were found, which may be many; `found` tells only the rest."""
@@ -171,17 +171,10 @@ class LineFile:
                 crc, left = zlib.crc32(block, crc), left - len(block)
         return left == 0 and crc == self._crc
 
-    @property
-    def next(self) -> int:
-        """The number of the line that comes next."""
-        return self._next
-
-    def rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Makes them all that the file holds, or leaves it as it is; StorageFull."""
-        self.replace(rows, None)
-
-    def replace(self, rows: Iterable[Mapping[str, Any]], root: Path | None) -> Path | None:
-        """The same, and sets what was there aside below `root`, if that is told; where it lies."""
+    def replace(self, rows: Iterable[Mapping[str, Any]], root: Path | None = None) -> Path | None:
+        """Makes them all that the file holds, or leaves it as it is; StorageFull. Sets what was
+        there aside below `root`, if that is told; where it lies.
+        """
         fresh = self.path.with_name(self.path.name + ".new")
         fresh.unlink(missing_ok=True)  # cut short by a full disk
         lines = [line(row, n) for n, row in enumerate(rows)]
@@ -195,7 +188,7 @@ class LineFile:
         aside = set_aside(self.path, root) if root is not None and self.path.exists() else None
         fresh.replace(self.path)
         sync(self.path.parent)
-        self._next, self._seen = len(lines), signature(self.path)
+        self.next, self._seen = len(lines), signature(self.path)
         return aside
 
 

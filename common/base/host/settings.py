@@ -15,7 +15,6 @@ from urllib.parse import quote
 
 from common.base.errors import ConfigError
 from common.base.files import documents
-from common.base.host.secret import derived
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
 REDIS_ENV = "MESHRL_REDIS_URL"  # of a Redis to use in place of one of ours
@@ -27,7 +26,15 @@ MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever
 # them, and are not told where its settings are, nor the URL of a Redis, which may hold a password.
 WITHOUT_SETTINGS = {SETTINGS_ENV: "", REDIS_ENV: ""}
 OFF = "off"  # value of `metrics` that serves none
+SECRET_BYTES = 32  # of a mesh: who knows its secret belongs to it
 HOST_NAME = 24  # characters of the machine's own name in a host's
+
+
+def derived(secret: str, purpose: str) -> bytes:
+    """32 bytes of the secret of a mesh for one purpose ("redis/trainer"), by keyed BLAKE2b: the
+    secret is never sent itself, and those of one purpose tell nothing of it, or of another's.
+    """
+    return hashlib.blake2b(purpose.encode(), key=bytes.fromhex(secret), digest_size=32).digest()
 
 
 def redis_user(role: str, host: str) -> str:
@@ -93,7 +100,7 @@ class MeshSettings:
     worker: str = ""  # that has started this process, a role process
     device: str = ""  # of that worker: cpu or cuda
     accelerator: str = ""  # of that worker, by name
-    # In hexadecimal digits; see common.base.host.secret. Passwords of this host's processes for
+    # In hexadecimal digits; see `derived`. Passwords of this host's processes for
     # Redis are derived from it where hosts may join.
     secret: str = field(default="", repr=False)
     joinable: bool = False  # hosts may join: each role of each host is a user of Redis
@@ -151,11 +158,12 @@ class MeshSettings:
                 f"${SETTINGS_ENV} is not set",
                 fix="Start services through `meshrl up` or `meshrl run`",
             )
-        worker = os.environ.get(WORKER_ENV, "")
-        device = os.environ.get(DEVICE_ENV, "")
-        settings = cls.from_file(Path(path))
-        accelerator = os.environ.get(ACCELERATOR_ENV, "")
-        return dataclasses.replace(settings, worker=worker, device=device, accelerator=accelerator)
+        return dataclasses.replace(
+            cls.from_file(Path(path)),
+            worker=os.environ.get(WORKER_ENV, ""),
+            device=os.environ.get(DEVICE_ENV, ""),
+            accelerator=os.environ.get(ACCELERATOR_ENV, ""),
+        )
 
     @classmethod
     def from_file(cls, path: Path) -> MeshSettings:
@@ -163,10 +171,7 @@ class MeshSettings:
         where = str(path)
         try:
             refuse_shared(path)
-            found = documents.decode(path.read_bytes(), where)
-            if "doors" in found:  # its name in files that earlier versions wrote
-                found["joinable"] = found.pop("doors") == "process"
-            return cls(**found)
+            return cls(**documents.decode(path.read_bytes(), where))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"unusable settings: {error}", where=where) from None
 

@@ -36,11 +36,6 @@ R = TypeVar("R")
 
 FRONT = "gateway"  # actor and incarnation at the front door: a key says who answers, for ever
 _NOWHERE = "inproc://nobody"  # it listens where nobody can be
-_REFUSED = (
-    "the mesh does not take this token: it was revoked, has expired, is "
-    "another mesh's, or is not for this",
-    "Ask who gave it to you for another one",
-)
 
 
 class Line:
@@ -124,7 +119,12 @@ class Line:
     def _told(self, error: MeshError) -> MeshError:
         """What the end of a call means to who holds a token."""
         if isinstance(error, HandshakeFailed | NotAllowed):
-            return NotAllowed(_REFUSED[0], where=self._address, fix=_REFUSED[1])
+            return NotAllowed(
+                "the mesh does not take this token: it was revoked, has expired, is another "
+                "mesh's, or is not for this",
+                where=self._address,
+                fix="Ask who gave it to you for another one",
+            )
         if isinstance(error, PeerLost):
             return PeerLost(
                 "no mesh answers there: nobody is behind that address, it went away meanwhile, or "

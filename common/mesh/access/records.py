@@ -5,17 +5,16 @@ alone.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO
 
 from common.base.errors import DeadlineExceeded
 from common.base.files import documents
+from common.base.files.file_locks import taken
 
 FILE = "tokens.json"  # in the mesh's directory
 REPAIR = (
@@ -92,7 +91,7 @@ def changing(path: Path, locked_s: float = LOCKED_S) -> Iterator[KnownHolders]:
     """
     with path.with_suffix(".lock").open("w") as lock:
         until_s = time.monotonic() + locked_s
-        while not _locked(lock):
+        while not taken(lock.fileno()):
             if time.monotonic() >= until_s:
                 raise DeadlineExceeded(
                     f"another process has the file of tokens locked, for {locked_s:g} s",
@@ -103,14 +102,6 @@ def changing(path: Path, locked_s: float = LOCKED_S) -> Iterator[KnownHolders]:
         known = read(path)
         yield known
         documents.write(path, asdict(known))
-
-
-def _locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def digest(public: bytes) -> str:

@@ -34,17 +34,13 @@ class TokenTable:
         """
         self._look()
         found = self._by_key.get(digest(public), "")
-        return found if self._lets_in(found) else None
+        return found if self.good(found) else None
 
     def good(self, id: str) -> bool:
         """Whether a token still lets somebody in, or a member is one: connections outlive what let
         them in.
         """
-        self._look()
-        return self._lets_in(id)
-
-    def _lets_in(self, id: str) -> bool:
-        token = self._tokens.get(id)
+        token = self.token(id)
         return id in self._members or (token is not None and token.good(self._wall()))
 
     def token(self, id: str) -> Token | None:

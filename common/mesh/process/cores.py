@@ -1,8 +1,11 @@
-"""How many processors the processes of this host share, and how much of their time was used."""
+"""Processors that the processes of this host share, and their use; memory and CPU time of this
+process.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +13,9 @@ from common.mesh.process.ends import limits
 
 TICKS = os.sysconf("SC_CLK_TCK")  # that /proc/stat counts in a second
 IDLE = (3, 4, 8, 9)  # columns of /proc/stat that are idle, or counted elsewhere (guests')
+CHILDREN = "cpu_children_s"
+USAGE = ("rss_mb", "cpu_s", CHILDREN, "loop_lag_ms")  # a monitor sees them in its own units
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Cores(NamedTuple):
@@ -52,3 +58,17 @@ def _group_used_s(place: Path) -> float | None:
         return int((place / "cpuacct.usage").read_text()) / 1e9
     except (OSError, ValueError):
         return None
+
+
+def usage() -> dict[str, float]:
+    """Resident memory, and CPU seconds of this process (all threads) and of the children it has
+    reaped.
+    """
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    times = os.times()
+    return {
+        "rss_mb": round(pages * _PAGE / 1e6, 1),
+        "cpu_s": round(time.process_time(), 3),
+        CHILDREN: round(times.children_user + times.children_system, 3),
+    }

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
 from common.mesh.process.entry.child import FRAME_LIMIT, take_frame
@@ -58,13 +58,12 @@ class Child(Protocol):
         """The CPU time and state that the kernel reports; None once it has ended."""
 
 
-class Usage:
+class Usage(NamedTuple):
     """CPU time of all threads, the main thread's wait for a core, and the process state letter."""
 
-    __slots__ = ("cpu_s", "queued_s", "state")
-
-    def __init__(self, cpu_s: float, queued_s: float, state: str) -> None:
-        self.cpu_s, self.queued_s, self.state = cpu_s, queued_s, state
+    cpu_s: float
+    queued_s: float
+    state: str
 
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -186,7 +185,11 @@ class SystemChild:
                 code = self._of_a_stranger()
         if code is not None:
             self._code = code
-            self._close()
+            if self._birth is not None:
+                self._birth.close()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+                self._pidfd = -1
         return code
 
     def _runs(self) -> bool:
@@ -271,13 +274,6 @@ class SystemChild:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def _close(self) -> None:
-        if self._birth is not None:
-            self._birth.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
     def usage(self) -> Usage | None:
         """CPU seconds, seconds of waiting for a core, and state; None: it has ended."""
         if self._guard:
@@ -293,19 +289,13 @@ class SystemChild:
         if len(frame) > FRAME_LIMIT:
             raise BadMessage(f"a frame of {len(frame)} bytes", where=self.name)
         record = len(frame).to_bytes(4, "little") + frame
+        channel, sent = self._channel, 0
         try:
-            sent = self._channel.send(record)
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            raise PeerLost(f"channel closed ({error})", where=self.name) from error
-        if sent < len(record):
-            await self._send_rest(self._channel, record[sent:], deadline_s)
-
-    async def _send_rest(self, channel: socket.socket, rest: bytes, deadline_s: float) -> None:
-        try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.get_running_loop().sock_sendall(channel, rest)
+            with contextlib.suppress(BlockingIOError):
+                sent = channel.send(record)
+            if sent < len(record):
+                async with asyncio.timeout(deadline_s):
+                    await asyncio.get_running_loop().sock_sendall(channel, record[sent:])
         except TimeoutError:
             raise DeadlineExceeded(f"the process took no frame in {deadline_s:g} s") from None
         except OSError as error:

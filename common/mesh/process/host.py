@@ -15,6 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -22,14 +23,13 @@ from common.base.errors import DeadlineExceeded
 from common.base.files.append_file import AppendFile
 from common.base.files.durable import flush, sync
 from common.mesh.process import marks
-from common.mesh.process.cores import Cores, cores
+from common.mesh.process.cores import Cores, cores, usage
 from common.mesh.process.ends import failure, limits
 from common.mesh.process.ends.failure import FAILURE_ENV, Failure, path_beside
 from common.mesh.process.ends.limits import Room
 from common.mesh.process.entry.child import CHANNEL_FD
 from common.mesh.process.handle import Child, SystemChild, start_time
 from common.mesh.process.starting import PLAIN, Spawning, Start, Starter
-from common.mesh.process.usage import usage
 
 T = TypeVar("T")
 BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds its thread
@@ -113,7 +113,7 @@ class Host(Protocol):
         """Processors that the processes of this host share, and how busy they have been."""
 
     def usage(self) -> dict[str, float]:
-        """What this process uses, by name; see `common.mesh.process.usage.usage`."""
+        """What this process uses, by name; see `common.mesh.process.cores.usage`."""
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -180,19 +180,16 @@ class _DaemonThreads:
     def _serve(self, inbox: queue.SimpleQueue[_Work]) -> None:
         while True:
             future, fn = inbox.get()
+            tell: Callable[[], None] | None = None
             if future.set_running_or_notify_cancel():
                 try:
-                    result = fn()
+                    tell = partial(future.set_result, fn())
                 except BaseException as error:
-                    self._rest(inbox)
-                    future.set_exception(error)
-                else:
-                    self._rest(inbox)
-                    future.set_result(result)
-                    del result
-            else:
-                self._rest(inbox)
-            del future, fn
+                    tell = partial(future.set_exception, error)
+            self._rest(inbox)
+            if tell is not None:
+                tell()
+            del future, fn, tell
 
     def _rest(self, inbox: queue.SimpleQueue[_Work]) -> None:
         """Before the result is told: who asks for the next piece then finds this thread idle."""
@@ -228,21 +225,12 @@ class SystemHost:
         environment.pop(FAILURE_ENV, None)
         if log is not None:
             environment[FAILURE_ENV] = str(path_beside(log.absolute()))
-        start = Start(
-            name,
-            argv,
-            environment,
-            log,
-            how,
-        )
-        return self._starter.start(start)
+        return self._starter.start(Start(name, argv, environment, log, how))
 
     def adopt(
         self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
     ) -> SystemChild | None:
-        """The running process of this number and start time; None if it has ended, or does not run
-        the `program` for this process's mesh.
-        """
+        """The running process of this number and start time; see `Host.adopt`."""
         child = SystemChild(name, pid)
         if not child.start_time == start_time != 0 or child.poll() is not None:
             return None
@@ -284,9 +272,7 @@ class SystemHost:
         os._exit(code)
 
     def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
-        """The error that a process has left beside its log; that the kernel has killed it for want
-        of memory, where it says so.
-        """
+        """The error that a process has left beside its log, or that memory was wanting."""
         if code != -signal.SIGKILL:
             return failure.found(log, pid) if code > 0 else None
         before, self._oom_kills = self._oom_kills, limits.oom_kills()

@@ -42,19 +42,20 @@ def rows(of: int | str = "self") -> Iterator[SocketRow]:
 
 def listeners(of: int | str = "self") -> set[SocketEnd]:
     """Where a process listens, this one or another. FileNotFoundError: it has ended."""
-    own = _inodes(of)
-    return {row.local for row in rows(of) if row.state == LISTENING and row.inode in own}
+    own = set()
+    for name in os.listdir(f"/proc/{of}/fd"):
+        with suppress(FileNotFoundError):
+            own.add(os.readlink(f"/proc/{of}/fd/{name}"))
+    listening = (row for row in rows(of) if row.state == LISTENING)
+    return {row.local for row in listening if f"socket:[{row.inode}]" in own}
 
 
 def foreign_clients(places: Set[SocketEnd]) -> set[int]:
     """Users of this host other than this one who have a connection to one of these of its places.
     Clients on other hosts are nobody's that can be told: see `client_hosts`.
     """
-    found, us = set(), os.geteuid()
-    for row in rows():
-        if row.state == ESTABLISHED and row.uid != us and _at(row.remote, places):
-            found.add(row.uid)
-    return found
+    users = {row.uid for row in rows() if row.state == ESTABLISHED and _at(row.remote, places)}
+    return users - {os.geteuid()}
 
 
 def client_hosts(places: Set[SocketEnd]) -> set[str]:
@@ -64,17 +65,6 @@ def client_hosts(places: Set[SocketEnd]) -> set[str]:
         for row in rows()
         if row.state == ESTABLISHED and _at(row.local, places)
     }
-
-
-def _inodes(of: int | str) -> set[int]:
-    """Inodes of its sockets."""
-    found = set()
-    for name in os.listdir(f"/proc/{of}/fd"):
-        with suppress(FileNotFoundError):
-            target = os.readlink(f"/proc/{of}/fd/{name}")
-            if target.startswith("socket:["):
-                found.add(int(target[8:-1]))
-    return found
 
 
 def _at(end: SocketEnd, places: Set[SocketEnd]) -> bool:

@@ -158,6 +158,11 @@ def opened_log(path: Path) -> int:
 def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[bytes]:
     """A process whose first code is `common.mesh.process.entry.child`."""
     passed = list(start.how.pass_fds)
+    if start.module is not None:
+        first, program = ["-m", child.__name__], [f"module:{start.module}", *start.argv[3:]]
+    else:  # without site-packages the interpreter starts in a third of the time
+        first = ["-I", "-S", str(child.__file__)]
+        program = [f"exec:{start.argv[0]}", *start.argv[1:]]
     options: list[str] = []
     environment = dict(start.environment)
     if "death" in descriptors:
@@ -171,7 +176,7 @@ def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[b
         options.append(f"nice={start.how.nice}")
     options += [f"rlimit={name}:{value}" for name, value in start.how.rlimits.items()]
     return subprocess.Popen(
-        [sys.executable, *first_code(start), *options, "--", *program(start)],
+        [sys.executable, *first, *options, "--", *program],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=descriptors["stdout"],
@@ -179,21 +184,3 @@ def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[b
         pass_fds=passed,
         start_new_session=start.how.own_session,
     )
-
-
-def first_code(start: Start) -> list[str]:
-    """Return the arguments of Python that run `common.mesh.process.entry.child`.
-
-    For a program that replaces the interpreter, it starts without site-packages, in a third of the
-    time.
-    """
-    if start.module is not None:
-        return ["-m", child.__name__]
-    return ["-I", "-S", str(child.__file__)]
-
-
-def program(start: Start) -> list[str]:
-    """The program as `common.mesh.process.entry.child` takes it."""
-    if start.module is not None:
-        return [f"module:{start.module}", *start.argv[3:]]
-    return [f"exec:{start.argv[0]}", *start.argv[1:]]

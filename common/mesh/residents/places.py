@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from common.api.node import Worker
-from common.api.worker.segments import DropSegment, FindSegment, MakeSegment
+from common.api.node import MakeSegment, Worker
 from common.base.errors import Damaged, MeshError, Refused
 from common.base.files import damage, kept
 from common.base.files.kept import Content, File, Head, Mapped, Medium, Resumable
@@ -103,7 +102,7 @@ class Places:
         """Gives up what is kept at a tier, if anything is."""
         self.held[tier] = 0
         if tier == Tier.MEMORY and self.segments:
-            await self._worker.call(Worker.drop_segment, DropSegment(self._mesh.name))
+            await self._worker.call(Worker.drop_segment, self._mesh.name)
         elif tier == Tier.DISK and self.files:
             await self._run(_remove, self._file)
 
@@ -158,8 +157,7 @@ class Places:
         """What is kept at a tier; None: nothing is."""
         medium: Mapped | File | None = None
         if tier == Tier.MEMORY and self.segments:
-            request = FindSegment(self._mesh.name)
-            segment = await self._worker.call(Worker.find_segment, request)
+            segment = await self._worker.call(Worker.find_segment, self._mesh.name)
             medium = Mapped(segment.path, self._mesh.name) if segment.path else None
         elif tier == Tier.DISK and self.files:
             with suppress(FileNotFoundError):

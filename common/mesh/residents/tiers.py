@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from common.api.calls.role import Settle, Settled
@@ -136,7 +137,8 @@ class Tiers:
         tier = Tier(wish.tier) if wish.tier in list(Tier) else None
         if tier is None:
             raise Refused(f"there is no tier '{wish.tier}'", where=self._mesh.name)
-        if wish.epoch < self.epoch or (wish.epoch == self.epoch and not self._is_said(wish)):
+        other = self._wish is not None and wish.tier != self._wish.tier
+        if wish.epoch < self.epoch or (wish.epoch == self.epoch and other):
             raise Fenced(
                 f"a wish of epoch {wish.epoch} for '{tier}'; the last one is of {self.epoch}",
                 where=self._mesh.name,
@@ -151,9 +153,6 @@ class Tiers:
         assert self._moving is not None
         await asyncio.shield(self._moving)
         return self.held
-
-    def _is_said(self, wish: Settle) -> bool:
-        return self._wish is None or wish.tier == self._wish.tier
 
     async def stop(self) -> None:
         """Ends what is under way: the process ends."""
@@ -198,25 +197,19 @@ class Tiers:
         self.tier = tier
 
     async def _sleep(self, tier: Tier) -> None:
-        async def keep(about: Mapping[str, Any], content: Content) -> None:
-            await self.places.keep(tier, about, content)
-
         self.heading = tier
         began = self._mesh.clock.monotonic()
         try:
-            await self._sleeper.sleep(keep)
+            await self._sleeper.sleep(partial(self.places.keep, tier))
         except BaseException:
             await self._forget()  # it may have been kept before something else failed
             raise
         self._took["sleep_s"] = round(self._mesh.clock.monotonic() - began, 3)
 
     async def _wake(self) -> None:
-        async def take(content: Resumable) -> None:
-            await self.places.take(self.tier, content)
-
         began = self._mesh.clock.monotonic()
         try:
-            await self._sleeper.wake(take)
+            await self._sleeper.wake(partial(self.places.take, self.tier))
             self._took["wake_s"] = round(self._mesh.clock.monotonic() - began, 3)
         except Damaged:
             self.tier = Tier.ACCELERATOR  # and goes on from elsewhere

@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from common.api.node import Worker
-from common.api.worker.turns import GiveBack, TakeTurn
+from common.api.calls.interface import Call
+from common.api.node import GiveBack, TakeTurn, Worker
 from common.base.errors import DeadlineExceeded, MeshError, Refused
 from common.mesh.runtime.mesh import Mesh
 from common.mesh.runtime.patience import Patience
@@ -127,7 +127,7 @@ class Turns:
         """The ticket of a turn, for who cannot use a block: `give_back` must follow, whatever
         happens, and no other turn be asked for before.
         """
-        clock, patience = self._mesh.clock, Patience(self._mesh.clock)
+        clock = self._mesh.clock
         began = clock.monotonic()
         if self._giving is not None:
             await asyncio.wait([self._giving])  # the keeper takes requests in their order
@@ -143,20 +143,11 @@ class Turns:
             needs=list(needs),
         )
         try:
-            while True:
-                try:
-                    await self._mesh.ref(self._keeper).call(Worker.take_turn, request)
-                    break
-                except DeadlineExceeded:
-                    pass  # others have theirs: the wait itself is in order
-                except MeshError as error:
-                    patience.failed(error)
-                await clock.sleep(AGAIN_S)
+            await self._ask(Worker.take_turn, request)
         except BaseException:
             self._returned(request.ticket)
             raise
         finally:
-            patience.over()
             self.waited_s += clock.monotonic() - began
         self.taken += 1
         return request.ticket
@@ -175,17 +166,23 @@ class Turns:
     async def _return(self, ticket: int) -> None:
         """Tells the keeper until it knows; one that starts again has forgotten the turn."""
         back = GiveBack(self._resident, self._mesh.incarnation, ticket)
+        try:
+            await self._ask(Worker.give_back, back)
+        except MeshError as error:  # the next request waits in vain, and says so
+            self._mesh.log.warning("a turn is not given back", error=str(error))
+
+    async def _ask(self, method: Call[Any, Any], request: Any) -> None:
         patience = Patience(self._mesh.clock)
         try:
             while True:
                 try:
-                    await self._mesh.ref(self._keeper).call(Worker.give_back, back)
+                    await self._mesh.ref(self._keeper).call(method, request)
                     return
                 except MeshError as error:
-                    patience.failed(error)
+                    # others may have their turns: that wait itself is in order
+                    if method is not Worker.take_turn or not isinstance(error, DeadlineExceeded):
+                        patience.failed(error)
                 await self._mesh.clock.sleep(AGAIN_S)
-        except MeshError as error:  # the next request waits in vain, and says so
-            self._mesh.log.warning("a turn is not given back", error=str(error))
         finally:
             patience.over()
 

@@ -84,9 +84,7 @@ class Lease:
             await self._watchdog.next_tick()
             self.entry.stats, self.entry.waits = self._snapshot()
             told = (self.entry.stats.get("ready"), self.entry.stats.get("epoch"))
-            if (
-                told != self._published
-            ):  # somebody waits for this: do not let it wait for the renewal
+            if told != self._published:  # somebody waits for this, and not for the renewal
                 self._published = told
                 await self.publish()
 
@@ -122,30 +120,22 @@ class Lease:
         stats = entry.stats
         if (still_s := self._watchdog.still_s) > STILL_S:  # no tick says so, as there is none
             stats = stats | {"loop_lag_ms": round(still_s * 1000, 1)}
-        doorway = self._doorway
+        doorway, ttl_ms = self._doorway, int(self._ttl_s * 1000)
+        row = doorway.row if doorway is not None else None
         try:
             renewal = registry.renew(
-                self._state,
-                entry.name,
-                self.token,
-                int(self._ttl_s * 1000),
-                stats,
-                entry.waits,
-                doorway.row if doorway is not None else None,
+                self._state, entry.name, self.token, ttl_ms, stats, entry.waits, row
             )
         except StateUnavailable:
-            self._telemetry.count(
-                "renewals_failed"
-            )  # the lease may outlive the outage: go on trying
-            return True
+            self._telemetry.count("renewals_failed")
+            return True  # the lease may outlive the outage: go on trying
         if renewal.held or not self._held:
             self._renewed_at = asked
             if doorway is not None and renewal.held:
                 doorway.keys.refresh(renewal.doors)
             return True
-        return self._lost(
-            renewal.why or "the lease has expired or another incarnation holds the name"
-        )
+        why = "the lease has expired or another incarnation holds the name"
+        return self._lost(renewal.why or why)
 
     def _lost(self, why: str) -> bool:
         self._held = False

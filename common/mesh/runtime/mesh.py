@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from typing import Any
 
 from common.api.calls.callers import CALLERS, ROLES
@@ -23,16 +23,14 @@ from common.mesh.runtime.calls.directory import Directory
 from common.mesh.runtime.calls.serving import Server
 from common.mesh.runtime.calls.sweep import Sweep
 from common.mesh.runtime.calls.waits import WaitTable
-from common.mesh.runtime.doorway import LOOK_S, Doorway
+from common.mesh.runtime.doorway import LOOK_S, Doorway, Revocations
 from common.mesh.runtime.lease import Lease
 from common.mesh.runtime.monitor import Monitor
 from common.mesh.runtime.patience import WAITS
 from common.mesh.runtime.ref import Asking, Ref
-from common.mesh.runtime.rejections import Rejections
-from common.mesh.runtime.revocations import Revocations
 from common.mesh.runtime.seams import OPEN, Access, Seams, Terms
 from common.mesh.telemetry.endpoint import MetricsEndpoint
-from common.mesh.telemetry.logs import Telemetry, log_to_stderr
+from common.mesh.telemetry.logs import Rejections, Telemetry, log_to_stderr
 from common.mesh.telemetry.tracing import Tracer
 from common.mesh.telemetry.watchdog import Watchdog
 from common.mesh.transport.base import Peer
@@ -43,7 +41,6 @@ from common.state import registry
 from common.state.hosts import doors
 from common.state.redis.client import State, sync_client
 
-STOP_S = 2.0  # for what runs when a process leaves
 ACTOR_STOP_S = 10.0
 HOUSEKEEPING_S = 2.0
 IDLE_CONNECTION_S = 120.0
@@ -78,31 +75,24 @@ class Mesh:
         self.incarnation = seams.random.token(8)
         self.ready: bool | None = None  # published with the stats once it is set
         self.telemetry = Telemetry(name, job)
+        self.log = self.telemetry.log  # `mesh.log.warning("what", key=value)`
         self.waits = WaitTable(clock)
         WAITS.set(self.waits)
         self.doorway = doorway  # None in a simulation
         self._directory = Directory(state, clock, self.waits, self.check if doorway else None)
         self._watchdog = Watchdog(clock, terms.stall_s)
+        # Within `with mesh.loading():` the loop may stand still for 300 s: large files are read,
+        # code is compiled. Within `with mesh.wait(what, on):` this process waits for `on`: an
+        # actor, "redis", "group:12"; it is published with every renewal.
+        self.loading, self.wait = self._watchdog.loading, self.waits.wait
         self._sweep = Sweep(clock.monotonic)
+        transport, telemetry = seams.transport, self.telemetry
+        own, tracer = self.incarnation, Tracer(seams.random.child("trace"))
         self._caller = Caller(
-            clock,
-            seams.transport,
-            self.incarnation,
-            Tracer(seams.random.child("trace")),
-            self.telemetry,
-            self._sweep,
-            lambda: self._directory.silent_at,
+            clock, transport, own, tracer, telemetry, self._sweep, lambda: self.silent_at
         )
         self._callers = access.callers
-        self._server = Server(
-            name,
-            clock,
-            seams.transport,
-            self.incarnation,
-            self.telemetry,
-            self._sweep,
-            access.callers,
-        )
+        self._server = Server(name, clock, transport, own, telemetry, self._sweep, access.callers)
         self._revocations = Revocations(doorway, host, self._directory, self._server)
         self._lease = Lease(
             state, host, clock, terms, self._watchdog, self.telemetry, self._snapshot, doorway
@@ -176,11 +166,6 @@ class Mesh:
                 mesh.show_metrics(settings.metrics)
             opened.pop_all()  # the mesh closes them when it leaves
         return mesh
-
-    @property
-    def log(self) -> Any:
-        """This process's log: `mesh.log.warning("what", key=value)`."""
-        return self.telemetry.log
 
     @property
     def silent_at(self) -> float:
@@ -267,20 +252,15 @@ class Mesh:
 
     def _closing(self) -> Iterator[Callable[[], Awaitable[None]]]:
         """What `leave` does, step by step: none is left out because one before it failed."""
-        yield self._stop_serving
+        yield self._server.stop
         yield self._stop_actor
         yield self._lease.give_back
         yield self._stop_asking
         yield self.transport.close
-        if self._endpoint is not None:
-            yield self._close_endpoint
         if self.doorway is not None:
             yield self.doorway.leave
         if self._owns_state:
             yield self.state.close
-
-    async def _stop_serving(self) -> None:
-        await self._server.stop(STOP_S)
 
     async def _stop_actor(self) -> None:
         actor, self._actor = self._actor, None
@@ -294,10 +274,8 @@ class Mesh:
             self._housekeeping.cancel()
         self._caller.stop()
         self._sweep.stop()
-
-    async def _close_endpoint(self) -> None:
-        assert self._endpoint is not None
-        self._endpoint.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     async def publish(self) -> None:
         """Publishes stats and waits now instead of with the next renewal."""
@@ -314,18 +292,6 @@ class Mesh:
     def serving(self) -> int:
         """The number of calls and streams under way here."""
         return self._server.running
-
-    def loading(self) -> AbstractContextManager[None]:
-        """Within this block the loop may stand still for 300 s: large files are read, code is
-        compiled.
-        """
-        return self._watchdog.loading()
-
-    def wait(self, what: str, on: str) -> AbstractContextManager[None]:
-        """Records that this process waits for `on`: an actor, "redis", "group:12". Published with
-        every renewal.
-        """
-        return self.waits.wait(what, on)
 
     def ref(self, name: str) -> Ref:
         """The actor of this name, to be asked; it is looked up at the first call."""
@@ -369,7 +335,7 @@ class Mesh:
             "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
             **self.host.usage(),
             "serving": self._server.running,
-            **self.telemetry.snapshot(),
+            **self.telemetry.counters,
             **self._own_stats(),
         }
         if self.ready is not None:

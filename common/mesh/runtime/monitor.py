@@ -4,9 +4,7 @@ ready.
 
 from __future__ import annotations
 
-from typing import Any
-
-from common.mesh.process.usage import CHILDREN, USAGE
+from common.mesh.process.cores import CHILDREN, USAGE
 from common.mesh.runtime.lease import Lease
 from common.mesh.telemetry.endpoint import Page, health
 from common.mesh.telemetry.exposition import Exposition
@@ -32,25 +30,13 @@ class Monitor:
             "/readyz": health(self.not_ready),
         }
 
-    @property
-    def _stats(self) -> dict[str, Any]:
-        """The stats as they were published last: the loop renews them with each of its ticks."""
-        return self._lease.entry.stats
-
     def metrics(self) -> tuple[int, str, bytes]:
         """The page of metrics: (status, content type, body)."""
-        stats = self._stats
+        stats = self._lease.entry.stats  # as published last: the loop renews them with each tick
         page = Exposition(
-            labels={
-                "service": self._name,
-                "kind": self._kind,
-                "job": str(stats.get("job") or ""),
-            },
-            counters={
-                **self._telemetry.counters,
-                "cpu_children_seconds": float(stats.get(CHILDREN, 0.0)),
-            },
-            gauges={
+            {"service": self._name, "kind": self._kind, "job": str(stats.get("job") or "")},
+            self._telemetry.counters | {"cpu_children_seconds": float(stats.get(CHILDREN, 0.0))},
+            {
                 **{name: value for name, value in stats.items() if name not in USAGE},
                 "live": not self.not_live(),
                 "ready": not self.not_ready(),
@@ -67,4 +53,5 @@ class Monitor:
         """Why nobody should count on the process now; empty if it is ready."""
         if why := self.not_live() or self._lease.lapsed():
             return why
-        return "" if self._stats.get("ready", True) else "the service is not ready for work"
+        ready = self._lease.entry.stats.get("ready", True)
+        return "" if ready else "the service is not ready for work"

@@ -36,8 +36,8 @@ class Patience:
     makes it wait.
     """
 
-    def __init__(self, clock: Clock, *, outage_s: float = OUTAGE_S, peer_s: float = PEER_S) -> None:
-        self._clock, self._outage_s, self._peer_s = clock, outage_s, min(peer_s, outage_s)
+    def __init__(self, clock: Clock, *, outage_s: float = OUTAGE_S) -> None:
+        self._clock, self._outage_s, self._peer_s = clock, outage_s, min(PEER_S, outage_s)
         self._since: float | None = None  # the first error
         self._without_outage = 0.0  # since when errors are of no outage
         self._said = ExitStack()
@@ -65,17 +65,11 @@ class Patience:
         ):
             self._said.close()
             raise error
-        self._say(error, self._since)
-
-    def _say(self, error: MeshError, since: float) -> None:
         waits, wait = WAITS.get(), waited_for(error)
-        if waits is None or wait == self._told:
-            return
-        self._said.close()
-        self._told = wait
-        what, on = wait
-        began = waits.began(self._clock.monotonic() - since)
-        self._said.enter_context(waits.wait(what, on, began))
+        if waits is not None and wait != self._told:
+            self._said.close()
+            self._told = wait
+            self._said.enter_context(waits.wait(*wait, waits.began(now - self._since)))
 
     def over(self) -> None:
         """Nothing is waited for any more."""

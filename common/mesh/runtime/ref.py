@@ -92,10 +92,8 @@ class Ref:
                 # process's key was revoked
                 if isinstance(error, NotAllowed):
                     asking.doubt(route)
-                if (
-                    not _may_repeat(row, method, error)
-                    or asking.clock.monotonic() + pause >= deadline
-                ):
+                late = asking.clock.monotonic() + pause >= deadline
+                if late or not _may_repeat(row, method, error):
                     raise
                 asking.directory.forget(route)
                 asking.telemetry.count(f"repeated_{error.code}")
@@ -152,10 +150,6 @@ class Ref:
 
 
 def _may_repeat(row: Outstanding, method: Call[Any, Any], error: MeshError) -> bool:
-    if isinstance(error, WrongKeys):
-        return False
-    if (
-        row.answered
-    ):  # the actor's own trouble with a third process; or the runtime's answer that nothing ran
-        return not row.ran
-    return method.idempotent or not row.ran
+    # what is answered is the actor's own trouble with a third process, or that nothing ran
+    again = not row.ran or (method.idempotent and not row.answered)
+    return again and not isinstance(error, WrongKeys)

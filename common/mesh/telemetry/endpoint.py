@@ -51,7 +51,11 @@ class MetricsEndpoint:
         self._server = _bound(where, pages, setting)
         self._server.timeout = TURN_S
         interface, _ = ports(where, setting)
-        shown = interface if _loopback(interface) else advertised_host(advertise) or interface
+        try:
+            alone = ipaddress.ip_address(interface.strip("[]")).is_loopback
+        except ValueError:
+            alone = interface == "localhost"
+        shown = interface if alone else advertised_host(advertise) or interface
         self.address = f"http://{shown}:{self._server.server_port}"
         self._closing = False
         self._thread = host.every(0.0, self._turn, "endpoint")
@@ -124,13 +128,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Probes come every few seconds: nothing of them belongs in a log."""
-
-
-def _loopback(interface: str) -> bool:
-    try:
-        return ipaddress.ip_address(interface.strip("[]")).is_loopback
-    except ValueError:
-        return interface == "localhost"
 
 
 def _bound(where: str, pages: Mapping[str, Page], setting: str) -> _Server:

@@ -8,12 +8,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TextIO, cast
 
 import structlog
 
 from common.mesh.telemetry.tracing import trace_id
+
+LOGGED_EVERY_S = 30.0  # between two lines of the log, however many there are
+
+Listener = Callable[[], Mapping[str, int]]
 
 
 class _LossyLog:
@@ -28,7 +33,7 @@ class _LossyLog:
             sys.stderr.flush()
 
 
-def log_to_stderr(service: str, job: str = "", level: int = logging.INFO) -> None:
+def log_to_stderr(service: str, job: str = "") -> None:
     """Sets up this process's log: one JSON object a line, with the service's name, and the `job`
     of a process that serves one.
     """
@@ -41,7 +46,7 @@ def log_to_stderr(service: str, job: str = "", level: int = logging.INFO) -> Non
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyLog())),
         cache_logger_on_first_use=True,
     )
@@ -72,6 +77,27 @@ class Telemetry:
         """Adds `by` to a counter, which begins at 0."""
         self.counters[name] = self.counters.get(name, 0) + by
 
-    def snapshot(self) -> dict[str, float]:
-        """All counters and gauges as they are now."""
-        return dict(self.counters)
+
+class Rejections:
+    """Sum over the listeners of a process of the connections that each has turned away."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._listeners: list[Listener] = []
+        self._logged: dict[str, int] = {}
+        self._logged_at = -LOGGED_EVERY_S
+
+    def add(self, listener: Listener) -> None:
+        """Include a listener, which returns its rejected connections by reason."""
+        self._listeners.append(listener)
+
+    def report(self, now: float) -> None:
+        """Count and log the connections since the last line of the log, one line a while."""
+        rejected = dict(sum((Counter(listener()) for listener in self._listeners), Counter()))
+        if rejected == self._logged or now - self._logged_at < LOGGED_EVERY_S:
+            return
+        new = {why: n - self._logged.get(why, 0) for why, n in rejected.items()}
+        for why, number in new.items():
+            self._telemetry.count(f"refused_{why}", number)
+        self._telemetry.log.warning("connections were turned away", **new)
+        self._logged, self._logged_at = rejected, now

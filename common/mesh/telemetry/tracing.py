@@ -5,6 +5,7 @@ serves.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from common.base.random import Random
 
@@ -14,16 +15,14 @@ LENGTH = 55
 _trace: ContextVar[str] = ContextVar("trace", default="")
 
 
+@dataclass(slots=True, eq=False)
 class Scope:
     """The call that the running code serves. Its deadline bounds calls made for it; once it is
     over, it bounds nothing.
     """
 
-    __slots__ = ("deadline", "over")
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.over = False
+    deadline: float
+    over: bool = field(default=False, init=False)
 
 
 scope: ContextVar[Scope | None] = ContextVar("scope", default=None)

@@ -50,7 +50,7 @@ class Doorkeeper:
         # "descriptors": there was none left to take a connection with. "undecided": Redis was
         # silent. "connections", "strangers" and "bytes": see `Limits`.
         self.refused: Counter[str] = Counter()
-        self._keys = keys
+        self.keys = keys
         self._asked = context.socket(zmq.REP)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind("inproc://zeromq.zap.01")
@@ -60,7 +60,7 @@ class Doorkeeper:
         router.set(zmq.CURVE_SECRETKEY, keys.own.secret)
         router.set(zmq.ZAP_DOMAIN, DOMAIN)
         router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without an answer of ours nobody comes in
-        self._strangers = Strangers(limits, self._turned_away) if limits is not None else None
+        self._strangers = Strangers(limits, self.refused) if limits is not None else None
         seen = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED if limits is not None else 0
         router.monitor(_MONITOR, _REFUSED | zmq.EVENT_ACCEPT_FAILED | seen)
         self._monitor = context.socket(zmq.PAIR)
@@ -88,30 +88,22 @@ class Doorkeeper:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """The User-Id of an admitted connection tells `Keys.role_now` who it is."""
-        version, request_id, *_ = request
-        if not _asks_for_curve(request):
-            return [version, request_id, b"400", b"", b"", b""]
-        public = z85.encode(request[6])
-        try:
-            role = self._keys.role_of(public)
-        except StateUnavailable:
-            self.refused["undecided"] += 1
-            return [version, request_id, UNDECIDED, b"", b"", b""]
-        if role is None:
-            return [version, request_id, b"400", b"", b"", b""]
-        self._note_change()  # before any message of it can arrive
-        user = self._keys.user_of(public, role)
-        return [version, request_id, b"200", b"", user.encode(), b""]
+        status, user = b"400", ""
+        # [version, id, domain, address, routing id, mechanism, key], as RFC 27 has it
+        if len(request) == 7 and request[2] == DOMAIN and request[5] == b"CURVE":
+            public = z85.encode(request[6])
+            try:
+                role = self.keys.role_of(public)
+            except StateUnavailable:
+                self.refused["undecided"] += 1
+                status, role = UNDECIDED, None
+            if role is not None:
+                self._note_change()  # before any message of it can arrive
+                status, user = b"200", self.keys.user_of(public, role)
+        return [*request[:2], status, b"", user.encode(), b""]
 
     def _note_change(self) -> None:
         self.changed = object()
-
-    def role_now(self, user: str) -> str:
-        """What the sender of a message is, by the User-Id of its connection."""
-        return self._keys.role_now(user)
-
-    def _turned_away(self, why: str) -> None:
-        self.refused[why] += 1
 
     def _count(self, event: Any) -> None:
         if event["event"] == zmq.EVENT_ACCEPTED and self._strangers is not None:
@@ -125,8 +117,3 @@ class Doorkeeper:
                 self.refused["keys"] += 1
         elif event["event"] & _REFUSED:
             self.refused["handshake"] += 1
-
-
-def _asks_for_curve(request: list[bytes]) -> bool:
-    """[version, id, domain, address, routing id, mechanism, key], as RFC 27 has it."""
-    return len(request) == 7 and request[2] == DOMAIN and request[5] == b"CURVE"

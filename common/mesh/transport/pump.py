@@ -59,7 +59,7 @@ class Pump:
         self._routes = routes
         self._park_messages = park_messages
         self._outbox: list[tuple[Peer, Frames]] = []  # sent in this turn
-        self._parked: dict[Peer, deque[Frames]] = {}  # refused by the socket for now
+        self._parked: dict[Peer, deque[Frames]] = {}  # what waits, of each in order
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         self._retry: asyncio.TimerHandle | None = None
@@ -135,33 +135,17 @@ class Pump:
         role = self._roles.get(peer)
         if role is None:
             user = frame.get("User-Id")
-            role = self._roles[peer] = door.role_now(user)
+            role = self._roles[peer] = door.keys.role_now(user)
             if door.each_alone:
                 self.owners[peer] = user
         return role
 
     def _write_out(self) -> bool:
-        """Sends what fits; whether anything did."""
-        wrote = bool(self._parked) and self._unpark()
-        if not self._outbox:
-            return wrote
+        """Sends what fits; whether anything did, or was tried for the first time."""
         outbox, self._outbox = self._outbox, []
         for peer, frames in outbox:
-            if self._parked and peer in self._parked:
-                self._parked[peer].append(frames)
-                continue
-            try:
-                self._write(peer, frames)
-            except zmq.Again:
-                self._parked[peer] = deque([frames])
-            except zmq.ZMQError as error:
-                self._unreachable(peer, error)
-        if self._parked:
-            self._retry_soon()
-        return True
-
-    def _unpark(self) -> bool:
-        wrote = False
+            self._parked.setdefault(peer, deque()).append(frames)
+        wrote = bool(outbox)
         for peer, queue in list(self._parked.items()):
             try:
                 while queue:
@@ -172,9 +156,12 @@ class Pump:
             except zmq.Again:
                 continue
             except zmq.ZMQError as error:
-                self._unreachable(peer, error)
-        if self._parked:
-            self._retry_soon()
+                if error.errno != zmq.EHOSTUNREACH or self._loop is None:
+                    raise
+                del self._parked[peer]
+                self._loop.call_soon(self._gone, peer)
+        if self._parked and self._retry is None and self._loop is not None:
+            self._retry = self._loop.call_later(RETRY_S, self._retried)
         return wrote
 
     def _write(self, peer: Peer, frames: Frames) -> None:
@@ -190,16 +177,6 @@ class Pump:
         last = len(rest) - 1
         for place, frame in enumerate(rest):
             send(frame, _MORE if place < last else _NOW, len(frame) < COPY_BYTES)
-
-    def _unreachable(self, peer: Peer, error: zmq.ZMQError) -> None:
-        if error.errno != zmq.EHOSTUNREACH or self._loop is None:
-            raise error
-        self._parked.pop(peer, None)
-        self._loop.call_soon(self._gone, peer)
-
-    def _retry_soon(self) -> None:
-        if self._retry is None and self._loop is not None:
-            self._retry = self._loop.call_later(RETRY_S, self._retried)
 
     def _retried(self) -> None:
         self._retry = None

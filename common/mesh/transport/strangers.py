@@ -15,7 +15,6 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 LOOK_S = 0.25  # between two looks at those that have proved nothing
@@ -47,9 +46,9 @@ class _Connection:
 class Strangers:
     """Knows the connections of one ROUTER by their descriptors."""
 
-    def __init__(self, limits: Limits, turned_away: Callable[[str], None]) -> None:
-        """`turned_away` is told why: "connections", "strangers" or "bytes"."""
-        self._limits, self._turned_away = limits, turned_away
+    def __init__(self, limits: Limits, refused: Counter[str]) -> None:
+        """`refused` counts by reason: "connections", "strangers" or "bytes"."""
+        self._limits, self._refused = limits, refused
         self._looked = 0.0
         self._all: dict[int, _Connection] = {}
         self._unproved: dict[int, _Connection] = {}
@@ -129,7 +128,7 @@ class Strangers:
             with _socket(descriptor) as end:
                 if end.getpeername()[:2] == connection.peer:
                     end.shutdown(socket.SHUT_RDWR)
-                    self._turned_away(why)
+                    self._refused[why] += 1
         except OSError:  # it has gone by itself
             pass
 

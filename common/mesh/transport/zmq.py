@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from common.base.encoding.messages import DEFAULT_LIMITS, MessageLimits
+from common.base.encoding.messages import LIMITS
 from common.base.errors import ConfigError
 from common.base.host.ports import ports
 from common.base.host.settings import advertised_host
@@ -102,7 +102,6 @@ class ZmqTransport:
         *,
         keys: Keys | None = None,
         hwm: int = 1000,
-        limits: MessageLimits = DEFAULT_LIMITS,
         connections: Limits | None = None,
         silence_refuses: bool = True,
         handshake_s: float = _HANDSHAKE_S,
@@ -114,7 +113,7 @@ class ZmqTransport:
         """
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._hwm, self._limits = hwm, limits
+        self._hwm = hwm
         self._keys = keys
         self._refusals = _REFUSED if silence_refuses else _TOLD
         self._handshake_s = handshake_s
@@ -130,7 +129,11 @@ class ZmqTransport:
             router.close(0)
             self._context.term()
             raise
-        endpoint = _advertised(bound, advertise)
+        endpoint = bound
+        if re.fullmatch(r"\w+://.+:\d+", advertise):
+            endpoint = advertise
+        elif advertise:
+            endpoint = f"tcp://{advertised_host(advertise)}:{bound.rpartition(':')[2]}"
         self.address = keys.published(endpoint) if keys is not None else endpoint
         self._links: dict[str, _Link] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -141,7 +144,7 @@ class ZmqTransport:
         socket.set(zmq.IPV6, 1 if "[" in endpoint else 0)
         socket.set(zmq.SNDHWM, self._hwm)
         socket.set(zmq.RCVHWM, self._hwm)
-        socket.set(zmq.MAXMSGSIZE, self._limits.buffer_bytes)
+        socket.set(zmq.MAXMSGSIZE, LIMITS.buffer_bytes)
         socket.set(zmq.CONNECT_TIMEOUT, 5_000)
         socket.set(zmq.HEARTBEAT_IVL, 3_000)  # finds hosts that vanish without closing
         socket.set(zmq.HEARTBEAT_TIMEOUT, 15_000)
@@ -244,11 +247,3 @@ def _bound(router: zmq.Socket[bytes], bind: str) -> str:
         fix="Take an address of this host, and behind it * or a range that has a free port for "
         "each process",
     )
-
-
-def _advertised(bound: str, advertise: str) -> str:
-    if not advertise:
-        return bound
-    if re.fullmatch(r"\w+://.+:\d+", advertise):
-        return advertise
-    return f"tcp://{advertised_host(advertise)}:{bound.rsplit(':', 1)[1]}"

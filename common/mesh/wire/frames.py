@@ -11,9 +11,8 @@ import msgpack
 
 from common.base.encoding.messages import (
     DECODE_ERRORS,
-    DEFAULT_LIMITS,
+    LIMITS,
     Frame,
-    MessageLimits,
     checked,
     unpacked,
 )
@@ -45,10 +44,10 @@ def pack_header(
     return _pack((VERSION, kind, call_id, actor, method, sender, target, number, trace))
 
 
-def unpack_header(frame: Frame, limits: MessageLimits = DEFAULT_LIMITS) -> tuple[Any, ...]:
+def unpack_header(frame: Frame) -> tuple[Any, ...]:
     """The nine fields of a header; BadMessage if it is too long, or not nine, or mistyped."""
-    if len(frame) > limits.header_bytes:
-        raise BadMessage(f"a header of {len(frame)} bytes; the limit is {limits.header_bytes}")
+    if len(frame) > LIMITS.header_bytes:
+        raise BadMessage(f"a header of {len(frame)} bytes; the limit is {LIMITS.header_bytes}")
     try:
         fields = tuple(_unpack(frame))
     except DECODE_ERRORS as error:
@@ -68,28 +67,28 @@ def pack_error(code: str, text: str) -> bytes:
     return _pack((code, text[:4096]))
 
 
-def unpack_error(body: Frame, limits: MessageLimits = DEFAULT_LIMITS) -> tuple[str, str]:
+def unpack_error(body: Frame) -> tuple[str, str]:
     """(code, text) of an error's body; BadMessage if it holds anything else."""
-    code, text = checked(unpacked(body, limits), 2, "an error")
+    code, text = checked(unpacked(body), 2, "an error")
     if type(code) is not str or type(text) is not str:
         raise BadMessage("an error that is not a code and a text")
     return code, text
 
 
-def check_sizes(frames: Sequence[Frame], limits: MessageLimits = DEFAULT_LIMITS) -> None:
+def check_sizes(frames: Sequence[Frame]) -> None:
     """BadMessage if the frames [header, body, buffer...] exceed a limit; looks at lengths only."""
-    if len(frames) > limits.frames:
-        raise BadMessage(f"a message of {len(frames)} frames; the limit is {limits.frames}")
+    if len(frames) > LIMITS.frames:
+        raise BadMessage(f"a message of {len(frames)} frames; the limit is {LIMITS.frames}")
     total = 0
     for place, frame in enumerate(frames):
         size = len(frame)
         total += size
-        limit = limits.body_bytes if place == 1 else limits.buffer_bytes
+        limit = LIMITS.body_bytes if place == 1 else LIMITS.buffer_bytes
         if size > limit:
             part = "body" if place == 1 else f"buffer {place - 2}"
             raise BadMessage(
                 f"a {part} of {size} bytes; the limit is {limit}",
                 fix="Send it in parts, or through the bulk port",
             )
-    if total > limits.total_bytes:
-        raise BadMessage(f"a message of {total} bytes; the limit is {limits.total_bytes}")
+    if total > LIMITS.total_bytes:
+        raise BadMessage(f"a message of {total} bytes; the limit is {LIMITS.total_bytes}")

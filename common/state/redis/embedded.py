@@ -19,8 +19,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from common.base.errors import ConfigError, StateUnavailable
 from common.base.files import documents
 from common.base.host import private
-from common.base.host.secret import derived
-from common.base.host.settings import REDIS_ENV
+from common.base.host.settings import REDIS_ENV, derived
 from common.base.urls import Url
 
 REWRITE_AT = "16mb"  # of its file, from where on it is rewritten each time that it has doubled

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from common.api.transfer.deltas import AskDeltas, ChunkDelta, Deltas, Received
-from common.api.transfer.versions import Base
+from common.api.transfer.deltas import AskDeltas, Base, ChunkDelta, Deltas, Received
 from common.api.weights import STORE, Manifest, Weights
 from common.base.errors import BadMessage, Damaged, DeadlineExceeded, MeshError
 from common.mesh.runtime.mesh import Mesh

@@ -13,8 +13,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import accumulate, zip_longest
 
-from common.api.transfer.deltas import BeginDelta, ChunkDelta, DeltaSet, StageDelta
-from common.api.transfer.versions import Base
+from common.api.transfer.deltas import Base, BeginDelta, ChunkDelta, DeltaSet, StageDelta
 from common.api.weights import STORE, Fetch, Tensor, Weights
 from common.base.errors import MeshError, NotFound
 from common.job.config import TrainingConfig
@@ -195,4 +194,4 @@ class _DeltaRound:
 
     async def told(self, found: list[ChunkDelta], base: Base, *, whole: bool = False) -> bool:
         request = StageDelta(DeltaSet(base, self._target, found), self._part, whole)
-        return bool((await self._mesh.ref(STORE).call(Weights.stage_delta, request)).wanted)
+        return await self._mesh.ref(STORE).call(Weights.stage_delta, request)

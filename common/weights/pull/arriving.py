@@ -84,7 +84,7 @@ class Arriving:
             raise PeerLost(changed, where=source)
         if source == STORE:
             asked = Examine(chunk, "weights", self._job)
-            if (await self._mesh.ref(STORE).call(Weights.examine, asked)).whole:
+            if await self._mesh.ref(STORE).call(Weights.examine, asked):
                 raise PeerLost(changed, where=source)
         self._mesh.telemetry.count("chunks_damaged")
         raise Damaged(changed, where=source)

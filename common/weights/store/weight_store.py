@@ -155,7 +155,7 @@ async def lay_out(mesh: Mesh, asked: LayOut) -> None:
     """Returns once the store has made a checkpoint's directory at the run's home of its chunks."""
     store = mesh.ref(STORE)
     with mesh.wait(f"checkpoint {asked.name} to be laid out", on=STORE):
-        while not (await patiently(mesh.clock, lambda: store.call(Weights.lay_out, asked))).whole:
+        while not await patiently(mesh.clock, lambda: store.call(Weights.lay_out, asked)):
             pass
 
 
@@ -163,8 +163,7 @@ async def _blame(mesh: Mesh, digest: str, kind: str, job: str, space: str) -> No
     """PeerLost when it was not the store that changed the bytes, but the way. `kind`: of
     `common.base.files.damage`.
     """
-    examined = await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job, space))
-    if examined.whole:
+    if await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job, space)):
         raise PeerLost(f"chunk {digest} arrived changed", where=STORE) from None
 
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.calls.hint import Look
-from common.api.calls.interface import Interface
+from common.api.calls.interface import Interface, Look
 from common.api.engine import Engine
-from common.api.trainer import Restage, Restaged, Trainer
-from common.api.transfer.versions import Base
+from common.api.trainer import Restaged, Trainer
+from common.api.transfer.deltas import Base
 from common.api.weights import STORE, Checkpoint, Weights
 from common.job.config import JobConfig, RolloutConfig, TrainingConfig
 from common.mesh.runtime.calls.actor import Actor, call
@@ -55,10 +54,10 @@ class Publishing(Actor):
         return digest
 
     @call(Trainer.restage)
-    async def restage(self, request: Restage) -> Restaged:
+    async def restage(self, manifest: str) -> Restaged:
         """Writes the last version again."""
         digest, tensors, version, lineage = self._staged
-        if digest != request.manifest:
+        if digest != manifest:
             return Restaged(False)
         return Restaged(await self.stage(tensors, version, lineage) == digest)
 
@@ -79,11 +78,11 @@ class Publishing(Actor):
             await steps.commit_step(
                 *begun,
                 steps.StepCommit(
-                    step, [], [], steps.VersionNames(digest, saved.name), {}, {}, covered=step
+                    step, [], [], steps.VersionNames(digest, saved), {}, {}, covered=step
                 ),
             )
         else:
-            await steps.commit_initial(*begun, steps.VersionNames(digest, saved.name))
+            await steps.commit_initial(*begun, steps.VersionNames(digest, saved))
         self.step = step
         for entry in await registry.entries(mesh.state, "engine"):
             if entry.alive and entry.name.startswith("engine/"):

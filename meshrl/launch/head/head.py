@@ -12,8 +12,7 @@ from typing import Any
 from common.api.calls.callers import ROLES
 from common.base.errors import NotFound
 from common.base.host.interfaces import interface_behind
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import MeshSettings, new_host
+from common.base.host.settings import SECRET_BYTES, MeshSettings, new_host
 from common.mesh.access.hosts import AdmittedHost
 from common.mesh.access.owner import PERSON, Owner, owner
 from meshrl.directory.places import MeshPlace

@@ -20,8 +20,7 @@ from common.base.errors import Refused
 from common.base.files import damage
 from common.base.files.home import BYTES as PROBE_BYTES
 from common.base.files.home import make as make_home
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import OFF, MeshSettings
+from common.base.host.settings import OFF, SECRET_BYTES, MeshSettings
 from common.mesh.process.handle import Child
 from common.mesh.process.output.streams import outlive_a_full_disk
 from common.mesh.process.supervision.ended import forget_all

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import DescribeMember, Gateway
+from common.api.gateway import Gateway
 from common.base.errors import (
     ConfigError,
     Damaged,
@@ -226,7 +226,7 @@ class Hosting(RootProcess):
             return False
         async with membership.gateway_line(member.ticket) as line:
             try:
-                await line.call(Gateway.membership, DescribeMember(), ANSWER_S)
+                await line.call(Gateway.membership, None, ANSWER_S)
             except (NotAllowed, NotFound):
                 return True
             except MeshError:  # it is away too: that may be a mesh that starts again

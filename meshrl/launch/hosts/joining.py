@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from common.api.gateway import (
-    DescribeMember,
-    Gateway,
-    HostAdmitted,
-    JoinHost,
-    LocateRedis,
-    RedisLocation,
-)
+from common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation
 from common.base.errors import ConfigError, NotAllowed, Refused
 from common.base.host.interfaces import address_of, interface_behind
 from common.base.host.settings import MeshSettings, advertised_host
@@ -121,7 +114,7 @@ def standing(place: MeshPlace, known: Membership) -> Membership | None:
     if not place.settings.is_file():
         return known  # it has not been answered yet
     try:
-        at_gateway(known.ticket, lambda line: line.call(Gateway.membership, DescribeMember()))
+        at_gateway(known.ticket, lambda line: line.call(Gateway.membership, None))
     except NotAllowed:
         print(f"the mesh knows {known.host} no more", flush=True)
         membership.forget(place)
@@ -229,7 +222,7 @@ def _bind(ticket: Ticket, listen: str, advertise: str, workers: int) -> str:
 def _ask_anew(place: MeshPlace, member: Membership) -> None:
     """Where Redis is may have changed with the head."""
     print(f"asks the mesh at {member.address} where it is now", flush=True)
-    asked = LocateRedis()
+    asked = None
     try:
         told = at_gateway(member.ticket, lambda line: line.call(Gateway.whereabouts, asked))
     except NotAllowed as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.api.gateway import Gateway, LeaveMesh
+from common.api.gateway import Gateway
 from common.base.errors import DeadlineExceeded, NotAllowed, NotFound, PeerLost
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.launch import ending
@@ -27,7 +27,7 @@ def leave(root: Path | None, force: bool) -> None:
         )
     ending.end(place, leaves=True)
     try:
-        at_gateway(member.ticket, lambda line: line.call(Gateway.leave, LeaveMesh(), ASK_S))
+        at_gateway(member.ticket, lambda line: line.call(Gateway.leave, None, ASK_S))
     except (NotAllowed, NotFound):
         pass  # it knows the host no more
     except (PeerLost, DeadlineExceeded) as error:

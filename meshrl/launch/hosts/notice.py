@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.api.gateway import DrainHost, Gateway, HostReturned, LeaveMesh, ListRemaining
+from common.api.gateway import Gateway
 from common.base.clock import Clock
 from common.base.errors import MeshError, NotAllowed, NotFound
 from meshrl.launch.hosts.membership import Membership, gateway_line
@@ -45,8 +45,8 @@ async def empty(
             try:
                 limit_s = min(ASK_S, until - now)
                 if not drains:  # what it asked as it came back may be answered after that
-                    await line.call(Gateway.drain, DrainHost(), limit_s)
-                found = await line.call(Gateway.remaining, ListRemaining(), limit_s)
+                    await line.call(Gateway.drain, None, limit_s)
+                found = await line.call(Gateway.remaining, None, limit_s)
             except (NotAllowed, NotFound) as error:
                 say(f"{member.host} is no member of the mesh any more: {error.message}")
                 return False
@@ -75,7 +75,7 @@ async def tell_back(member: Membership, clock: Clock, address: str) -> None:
     async with gateway_line(member.ticket) as line:
         while True:
             try:
-                if (await line.call(Gateway.back, HostReturned(address))).changed:
+                if await line.call(Gateway.back, address):
                     say(f"{member.host} is used again")
                 return
             except (NotAllowed, NotFound):
@@ -91,7 +91,7 @@ async def leave(member: Membership) -> bool:
     """Has the mesh forget this host, which has ended; whether it does."""
     async with gateway_line(member.ticket) as line:
         try:
-            await line.call(Gateway.leave, LeaveMesh(), LEAVE_S)
+            await line.call(Gateway.leave, None, LEAVE_S)
         except (NotAllowed, NotFound):
             pass  # it knows the host no more
         except MeshError as error:

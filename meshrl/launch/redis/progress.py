@@ -51,7 +51,7 @@ class RedisProgress:
         self._floor, self._gone = told.floor, frozenset(told.gone)
 
     def _damaged(self, path: Path, error: Damaged) -> None:
-        aside, then = damage.set_aside(path, self._place.root), damage.FATES["redis note"].then
+        aside, then = damage.set_aside(path, self._place.root), damage.FATES["redis note"]
         found = damage.fields("redis note", path, error.message, then, aside=aside)
         print(damage.sentence(found), file=sys.stderr, flush=True)
         self.damaged.append(found)

@@ -319,7 +319,7 @@ class MeshRedis(Hooks):
         await self._with_room(self._progress.write, room_s)
         await rollback.raise_tokens(self._owned, floor)
         if self._untold:
-            then = damage.FATES["redis"].then
+            then = damage.FATES["redis"]
             fields = damage.fields("redis", self._place.redis, self.why, then, aside=self._aside)
             self._progress.damaged.insert(0, fields)
             self._untold = False
@@ -403,4 +403,4 @@ class MeshRedis(Hooks):
         self.why, self._progress.returning, self._untold = why, True, True
         where = f"; its file lies in {self._aside}" if self._aside else ""
         print(f"redis is not as it was: {why}{where}", file=sys.stderr, flush=True)
-        print(f"what follows: {damage.FATES['redis'].then}", file=sys.stderr, flush=True)
+        print(f"what follows: {damage.FATES['redis']}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from common.api.worker.stats import NodeStats, stats_of
+from common.api.stats import NodeStats
 from common.state import steps
 from common.state.jobs import JobRow
 from common.state.pool.placing.snapshot import Move
@@ -247,7 +247,7 @@ def _resident(
 def hosts(entries: Sequence[Entry]) -> list[HostFrame]:
     """The hosts whose agents tell of their processors, by name."""
     nodes = [e for e in entries if e.alive and e.kind == "node"]
-    told = [(e.host, stats_of(NodeStats, e.stats)) for e in sorted(nodes, key=lambda e: e.host)]
+    told = [(e.host, NodeStats.of(e.stats)) for e in sorted(nodes, key=lambda e: e.host)]
     return [
         HostFrame(host, float(stats.cores), float(stats.busy_cores or 0.0))
         for host, stats in told

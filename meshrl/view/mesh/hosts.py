@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.api.worker.stats import NodeStats, stats_of
+from common.api.stats import NodeStats
 from common.base.host.settings import MeshSettings
 from common.mesh.transport.address import endpoint_of
 from common.state.pool.placing.snapshot import LEFT
@@ -78,7 +78,7 @@ def _row(
     )
     services = [service for host, service in mesh.services if host == name]
     draining = mesh.draining.get(name, "")
-    said = stats_of(NodeStats, entry.stats if entry is not None else {})
+    said = NodeStats.of(entry.stats if entry is not None else {})
     stats = said if entry is not None and entry.alive else NodeStats()
     address = about.address if about is not None else ""
     state = "joining" if entry is None else "away"

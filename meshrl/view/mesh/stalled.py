@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.api.worker.stats import WorkerStats, stats_of
+from common.api.stats import WorkerStats
 from common.state.pool.workers.names import PLACED, role_process
 from common.state.pool.workers.rows import Role
 from common.state.registry import LEASE_MS, Entry
@@ -208,7 +208,7 @@ class _Board:
         """
         on = str(wait["on"])
         if wait["what"] == TURN and on in self.entries and not self.unwell(on):
-            holders = stats_of(WorkerStats, self.entries[on].stats).turn_of
+            holders = WorkerStats.of(self.entries[on].stats).turn_of
             found = (self._residents.get(holder) for holder in holders)
             names = [role_process(resident) for resident in found if resident is not None]
             return next((name for name in names if name != waiter), on)

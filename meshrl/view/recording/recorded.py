@@ -176,7 +176,7 @@ class Recorded:
     def keep_rows(self, last: int) -> None:
         """Cuts off the rows of steps after `last`; StorageFull, with nothing changed."""
         kept = [row for row in self.every_row() if row["step"] <= last]
-        self._metrics.rewrite(kept)
+        self._metrics.replace(kept)
         self.rows = kept[-RECENT:]
 
     def mine(self, found: Sequence[Event]) -> list[Event]:

@@ -114,7 +114,7 @@ class Recorder:
         except (Damaged, KeyError, TypeError, ValueError, AttributeError) as error:
             why = error.message if isinstance(error, Damaged) else f"it is no {kind}: {error!r}"
             aside = damage.set_aside(path, self.run_dir)
-            then = damage.FATES[kind].then
+            then = damage.FATES[kind]
             self._untold.append(damage.fields(kind, path, why, then, job=self.job, aside=aside))
             return None
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.api.worker.turns import TURN_S
+from common.api.node import TURN_S
 from common.base.errors import DeadlineExceeded, Refused
 from common.generation.contract import NO_VERSION, Quarantined, TokenEngine, replacing
 from common.mesh.residents.tiers import Keep, Take

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.api.trainer import Restage, Trainer
+from common.api.trainer import Trainer
 from common.api.weights import Manifest
 from common.base.errors import ConfigError, Damaged, MeshError, NotFound
 from common.mesh.runtime.mesh import Mesh
@@ -74,7 +74,7 @@ class Versions:
                 "last checkpoint",
             )
         try:
-            answer = await self._trainer.call(Trainer.restage, Restage(manifest))
+            answer = await self._trainer.call(Trainer.restage, manifest)
         except MeshError as refused:
             log.warning("the trainer cannot write weights again", error=str(refused))
         else:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from common.api.worker.segments import FindSegment
 from common.base.errors import Damaged
 from common.base.files.kept import File, Mapped, Medium, head_of
 from common.base.host.settings import kept_file
@@ -23,7 +22,7 @@ async def left_by(around: Around, name: str) -> tuple[Tier, Budget]:
     """
     mesh = around.mesh
     file = kept_file(mesh.settings.kept_directory(mesh.name), name)
-    segment = around.segments.find(FindSegment(name)).path
+    segment = around.segments.find(name).path
     return await mesh.host.run_blocking(_left, segment, file, deadline_s=LOOK_S)
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.api.calls.role import Drain, Resting, Settle
+from common.api.calls.role import Resting, Settle
 from common.base.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -223,7 +223,7 @@ class RoleProcess(Hooks):
         if up and self.name in self.supervisor.children:
             ref, deadline_s = self._mesh.ref(self.name), LEAVING_S if leaving else DRAIN_S
             try:
-                await ref.call(Resting.drain, Drain(reason), deadline_s=deadline_s)
+                await ref.call(Resting.drain, reason, deadline_s=deadline_s)
             except MeshError as error:  # it ends all the same: its owners' ledgers have all it had
                 self._mesh.telemetry.log.warning("drain failed", role=self.name, error=str(error))
         with suppress(NotFound):  # it could not be started

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from common.api.worker.segments import DropSegment
-from common.api.worker.stats import ResidentStats
+from common.api.stats import ResidentStats
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.base.host.settings import kept_file
 from common.mesh.process.handle import Child
@@ -140,7 +139,7 @@ class Tenancy:
     async def _forget(self) -> None:
         """Nobody comes back for what a process of this name has kept here."""
         around = self._around
-        around.segments.drop(DropSegment(self.name))
+        around.segments.drop(self.name)
         file = kept_file(around.mesh.settings.kept_directory(around.mesh.name), self.name)
         await around.mesh.host.run_blocking(_remove, file, deadline_s=DROP_S)
         around.budgets.dropped(self.name)

@@ -9,14 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Self
 
-from common.api.node import Worker
-from common.api.worker.segments import (
-    DropSegment,
-    FindSegment,
-    MakeSegment,
-    Segment,
-    SegmentDropped,
-)
+from common.api.node import MakeSegment, Segment, Worker
 from common.base.errors import StorageFull
 from common.base.files.kept import segment_name
 from common.mesh.runtime.calls.actor import Actor, call
@@ -41,7 +34,7 @@ class Segments:
 
     async def __aexit__(self, *_: object) -> None:
         for key in list(self._open):
-            self.drop(DropSegment(key))
+            self.drop(key)
 
     @property
     def bytes(self) -> int:
@@ -73,7 +66,7 @@ class Segments:
                 where=self._where,
                 fix="end other processes, or let it sleep on disk",
             )
-        self.drop(DropSegment(request.key))
+        self.drop(request.key)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = os.memfd_create(segment_name(request.key), flags)
         os.ftruncate(descriptor, request.bytes)
@@ -82,16 +75,15 @@ class Segments:
         self._open[request.key] = descriptor, request.bytes
         return self._at(request.key)
 
-    def find(self, request: FindSegment) -> Segment:
+    def find(self, key: str) -> Segment:
         """The one of this key; its path is empty if there is none."""
-        return self._at(request.key) if request.key in self._open else Segment("", 0)
+        return self._at(key) if key in self._open else Segment("", 0)
 
-    def drop(self, request: DropSegment) -> SegmentDropped:
+    def drop(self, key: str) -> None:
         """Gives one back; its memory is free once nobody maps it."""
-        descriptor, _ = self._open.pop(request.key, (-1, 0))
+        descriptor, _ = self._open.pop(key, (-1, 0))
         if descriptor >= 0:
             os.close(descriptor)
-        return SegmentDropped()
 
     def _at(self, key: str) -> Segment:
         descriptor, size = self._open[key]
@@ -108,9 +100,9 @@ class KeepsSegments(Actor):
         return self.segments.make(m)
 
     @call(Worker.find_segment)
-    def find_segment(self, m: FindSegment) -> Segment:
+    def find_segment(self, m: str) -> Segment:
         return self.segments.find(m)
 
     @call(Worker.drop_segment)
-    def drop_segment(self, m: DropSegment) -> SegmentDropped:
+    def drop_segment(self, m: str) -> None:
         return self.segments.drop(m)

@@ -11,16 +11,8 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from common.api.node import Worker
-from common.api.worker.stats import TurnStats
-from common.api.worker.turns import (
-    EndResident,
-    GangTurn,
-    GiveBack,
-    GivenBack,
-    ResidentEnded,
-    TakeTurn,
-)
+from common.api.node import EndResident, GangTurn, GiveBack, TakeTurn, Worker
+from common.api.stats import TurnStats
 from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
 from common.mesh.runtime.calls.actor import Actor, call
 from common.mesh.runtime.mesh import Mesh
@@ -235,14 +227,12 @@ class KeepsTurns(Actor):
         return await self.turns.take(request)
 
     @call(Worker.give_back)
-    def give_back(self, request: GiveBack) -> GivenBack:
+    def give_back(self, request: GiveBack) -> None:
         self.turns.give_back(request)
-        return GivenBack()
 
     @call(Worker.end_resident)
-    async def end_resident(self, request: EndResident) -> ResidentEnded:
+    async def end_resident(self, request: EndResident) -> None:
         await self.turns.end(request)
-        return ResidentEnded()
 
 
 def _ticket(request: TakeTurn) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.api.calls.hint import Look
+from common.api.calls.interface import Look
 from common.api.engine import Engine
 from common.base.errors import MeshError
 from common.job.changing import in_force

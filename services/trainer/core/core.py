@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.calls.role import Drain, Drained, Settle, Settled
+from common.api.calls.role import Settle, Settled
 from common.api.stats import CoreStats
 from common.api.trainer import (
     BroadcastPlace,
     Gather,
-    HybridJoined,
-    JoinHybrids,
     LeaveHybrids,
-    Left,
-    Restage,
     Restaged,
     RoundLease,
     RoundRequest,
     RoundResult,
-    RoundTaken,
     Trainer,
 )
 from common.api.weights import Group
@@ -132,15 +127,14 @@ class TrainerCore(Actor):
     # -- hybrids ---------------------------------------------------------------------------------
 
     @call(Trainer.join)
-    def join(self, request: JoinHybrids) -> HybridJoined:
+    def join(self, helper: str) -> int:
         if why := self.publisher.unhelped:
             raise Refused(why, where=self.mesh.name, fix="set training.dtype to rollout.dtype")
-        return HybridJoined(self.gradients.joined(request.helper))
+        return self.gradients.joined(helper)
 
     @call(Trainer.leave)
-    def leave(self, request: LeaveHybrids) -> Left:
+    def leave(self, request: LeaveHybrids) -> None:
         self.gradients.left(request.helper, request.generation)
-        return Left()
 
     @call(Trainer.lease_round)
     async def lease_round(self, request: RoundRequest) -> RoundLease:
@@ -148,9 +142,8 @@ class TrainerCore(Actor):
         return lease or RoundLease(epoch="", index=-1, manifest="", bins=[])
 
     @call(Trainer.round_done)
-    async def round_done(self, result: RoundResult) -> RoundTaken:
+    async def round_done(self, result: RoundResult) -> None:
         await self.gradients.done(result)
-        return RoundTaken()
 
     @call(Trainer.gather)
     async def gather(self, request: Gather) -> BroadcastPlace:
@@ -159,31 +152,30 @@ class TrainerCore(Actor):
         return await self.broadcasts.gather(request)
 
     @call(Trainer.restage)
-    async def restage(self, request: Restage) -> Restaged:
+    async def restage(self, manifest: str) -> Restaged:
         """Writes the current version again, as long as no update has changed the weights."""
         position = self.position
         ready = self.intake.awake.is_set() and self.ready
-        if not ready or request.manifest != position.manifest:
+        if not ready or manifest != position.manifest:
             return Restaged(False, later=True)
 
         async def mended() -> bool:
             """From the last checkpoint, where other ranks have cut its chunks otherwise."""
             about = self.mesh, self.bulk, self.data, self.compute, self.enter
             name = self.checkpoints.name
-            return bool(name) and await Restoring(*about).mended(name, request.manifest)
+            return bool(name) and await Restoring(*about).mended(name, manifest)
 
-        about = position.born, position.version, request.manifest
+        about = position.born, position.version, manifest
         done = await self.publisher.joined_staging(*about, mended)
-        self.mesh.telemetry.log.warning("restage", manifest=request.manifest, done=done)
+        self.mesh.telemetry.log.warning("restage", manifest=manifest, done=done)
         if done is None:
             return Restaged(False, later=True)
         # An evaluation may hold the next version back for long, and it comes.
         return Restaged(done, later=not done and position.updating > position.version)
 
     @call(Trainer.drain)
-    def drain(self, request: Drain) -> Drained:
+    def drain(self, request: str) -> None:
         """A step that is cut off is repeated by the next core, from its own lease of the groups."""
-        return Drained()
 
     @call(Trainer.settle)
     async def settle(self, wish: Settle) -> Settled:

@@ -16,17 +16,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from common.api.calls.role import Drain, Drained, Resting, Settle, Settled
+from common.api.calls.role import Resting, Settle, Settled
 from common.api.stats import HybridStats
-from common.api.trainer import (
-    JoinHybrids,
-    LeaveHybrids,
-    Restage,
-    RoundLease,
-    RoundRequest,
-    RoundResult,
-    Trainer,
-)
+from common.api.trainer import LeaveHybrids, RoundLease, RoundRequest, RoundResult, Trainer
 from common.base.errors import Damaged, Fenced, MeshError, NotFound
 from common.job.bundle.job_data import JobData
 from common.job.pace import training_profile
@@ -101,7 +93,7 @@ class Hybrid(KeepsNothing, Actor):
         return residents | self.stats().encoded()
 
     @call(Resting.drain)
-    async def drain(self, request: Drain) -> Drained:
+    async def drain(self, request: str) -> None:
         """The round at hand is left to the core, which hears of it at once."""
         self._draining = True
         self._awake.set()
@@ -109,7 +101,6 @@ class Hybrid(KeepsNothing, Actor):
             await self._leave()
         finally:
             self._left.set()
-        return Drained()
 
     @call(Resting.settle)
     async def settle(self, wish: Settle) -> Settled:
@@ -179,8 +170,7 @@ class Hybrid(KeepsNothing, Actor):
 
     async def _help(self) -> None:
         if not self._generation:
-            joined = await self._core.call(Trainer.join, JoinHybrids(self.seat.resident))
-            self._generation = joined.generation
+            self._generation = await self._core.call(Trainer.join, self.seat.resident)
         request = RoundRequest(self.seat.resident, self._generation, self._manifest, ASK_S)
         lease = await self._core.call(Trainer.lease_round, request, deadline_s=ASK_S + 5.0)
         if lease.index >= 0:
@@ -198,7 +188,7 @@ class Hybrid(KeepsNothing, Actor):
             weights = (await self._receiver.receive(manifest)).tensors
         except (Damaged, NotFound) as error:
             self.mesh.telemetry.log.error("weights are damaged", error=str(error))
-            await self._core.call(Trainer.restage, Restage(manifest))
+            await self._core.call(Trainer.restage, manifest)
             await self.mesh.clock.sleep(RETRY_S)
             return  # it asks for a round again, and learns which weights it needs by then
         load = self.learner.load_weights

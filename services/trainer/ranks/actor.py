@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from common.api import ranks as orders
-from common.api.calls.role import Drain, Drained, Settle, Settled
+from common.api.calls.role import Settle, Settled
 from common.api.ranks import ADOPT_S, COMPUTE_S, FORM_S, MOVE_S, Ranks
 from common.api.stats import RankStats
 from common.base.errors import Fenced
@@ -68,10 +68,9 @@ class RankActor(Actor):
         return self._seat.stats() | stats.encoded()
 
     @call(Ranks.drain)
-    def drain(self, request: Drain) -> Drained:
+    def drain(self, request: str) -> None:
         """The core repeats the step on the gang that comes next."""
         self._drained.set()
-        return Drained()
 
     @call(Ranks.settle)
     async def settle(self, wish: Settle) -> Settled:
@@ -104,10 +103,9 @@ class RankActor(Actor):
         return Settled(self._rows.bytes, held[Tier.MEMORY], held[Tier.DISK])
 
     @call(Ranks.rest)
-    async def rest(self, order: orders.Rest) -> orders.OrderDone:
+    async def rest(self, order: orders.Rest) -> None:
         self._check(order.generation)
         await self._rows.obey(order)
-        return orders.OrderDone()
 
     async def until_drained(self) -> None:
         await self._drained.wait()
@@ -127,20 +125,18 @@ class RankActor(Actor):
         return orders.StandsBy(settings.host, address_of(interfaces.wide(settings)))
 
     @call(Ranks.form)
-    async def form(self, meeting: orders.Meeting) -> orders.OrderDone:
+    async def form(self, meeting: orders.Meeting) -> None:
         self._check(meeting.generation)
         wide = spans_hosts(meeting.where)
         if not wide:
             below(self._meetings, meeting.where, self._mesh.name)
         interface = interfaces.wide(self._mesh.settings) if wide else interfaces.LOOPBACK
         await self._thread.run(self._rank.form, meeting, interface, deadline_s=FORM_S)
-        return orders.OrderDone()
 
     @call(Ranks.begin)
-    def begin(self, order: orders.RankOrder) -> orders.OrderDone:
+    def begin(self, order: orders.RankOrder) -> None:
         self._check(order.generation)
         self._rank.begin()
-        return orders.OrderDone()
 
     @call(Ranks.compute)
     async def compute(self, part: orders.RoundPart) -> orders.RoundStats:
@@ -150,7 +146,7 @@ class RankActor(Actor):
         return orders.RoundStats([asdict(one) for one in stats])
 
     @call(Ranks.keep)
-    async def keep(self, lent: orders.LentGradient) -> orders.OrderDone:
+    async def keep(self, lent: orders.LentGradient) -> None:
         self._check(lent.generation)
         path = below(self._meetings, lent.path, self._mesh.name) if lent.path else None
         keep, run = self._rank.keeping(cut=path is None), self._mesh.host.run_blocking
@@ -160,21 +156,19 @@ class RankActor(Actor):
             about = f"trainer/{self._seat.job}", lent.pieces, lent.size, lent.bulk
             numbers = await collect(self._mesh, self._bulk, *about)
         await run(keep, lent.index, numbers, deadline_s=MOVE_S)
-        return orders.OrderDone()
 
     @call(Ranks.adopt)
-    async def adopt(self, order: orders.Adopt) -> orders.OrderDone:
+    async def adopt(self, order: orders.Adopt) -> None:
         self._check(order.generation)
         settings = AlgorithmConfig(**order.algorithm), OptimizerConfig(**order.optimizer)
         await self._thread.run(self._rank.learner.adopt, *settings, deadline_s=ADOPT_S)
-        return orders.OrderDone()
 
     @call(Ranks.apply)
-    async def apply(self, update: orders.Update) -> orders.Norm:
+    async def apply(self, update: orders.Update) -> float:
         self._check(update.generation)
         about = update.rounds, update.denominator, update.lr_factor
         norm = await self._thread.run(self._rank.apply, *about, deadline_s=COMPUTE_S)
-        return orders.Norm(norm)
+        return norm
 
     @call(Ranks.score)
     async def score(self, part: orders.ScorePart) -> orders.Scores:
@@ -185,10 +179,9 @@ class RankActor(Actor):
         )
 
     @call(Ranks.stage)
-    async def stage(self, order: orders.StageRows) -> orders.OrderDone:
+    async def stage(self, order: orders.StageRows) -> None:
         self._check(order.generation)
         await self._staging.stage(order)
-        return orders.OrderDone()
 
     @call(Ranks.staged)
     async def staged(self, order: orders.RowsStaged) -> orders.StagedRows:
@@ -211,10 +204,9 @@ class RankActor(Actor):
         return await self._restoring.restore(order)
 
     @call(Ranks.take)
-    async def take(self, taking: orders.Taking) -> orders.OrderDone:
+    async def take(self, taking: orders.Taking) -> None:
         self._check(taking.generation)
         await self._thread.run(self._rank.learner.take, taking.names, None, deadline_s=MOVE_S)
-        return orders.OrderDone()
 
     def _check(self, generation: int) -> None:
         if generation != self._generation:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from common.api.transfer.versions import Base
+from common.api.transfer.deltas import Base
 from common.api.weights import STORE, Fetch, Manifest, Weights
 from common.api.weights import Tensor as Piece
 from common.base.digest import digest_of

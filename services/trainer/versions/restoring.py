@@ -16,10 +16,9 @@ from common.api.calls.interface import Call
 from common.api.weights import (
     STORE,
     Checkpoint,
+    CheckpointName,
     Examine,
-    Load,
     Manifest,
-    Older,
     SetAside,
     Weights,
 )
@@ -65,10 +64,10 @@ class Restoring:
         its state. What is damaged is set aside. ConfigError when none is whole.
         """
         first: MeshError | None = None
-        earlier = (await self._ask(Weights.older, Older(self._data.id, last))).names
+        earlier = (await self._ask(Weights.older, CheckpointName(self._data.id, last))).names
         for name, before in zip([last, *earlier], [*earlier, ""], strict=True):
             try:
-                checkpoint = await self._ask(Weights.load, Load(self._data.id, name))
+                checkpoint = await self._ask(Weights.load, CheckpointName(self._data.id, name))
                 await self.restore(name, checkpoint)
             except (Damaged, NotFound) as error:
                 first = first or error
@@ -107,7 +106,7 @@ class Restoring:
         """Whether the store has a version whole, once it has what this checkpoint has of it."""
         try:
             await self._see_to_version(
-                name, await self._ask(Weights.load, Load(self._data.id, name))
+                name, await self._ask(Weights.load, CheckpointName(self._data.id, name))
             )
             await self._look_for(manifest)
         except (Damaged, NotFound) as error:
@@ -127,7 +126,7 @@ class Restoring:
         base = [found.base.digest] if found.base is not None else []
         for digest in dict.fromkeys([manifest, *base, *(one.chunk for one in found.tensors)]):
             examine = Examine(digest, "weights", self._data.id)
-            if not (await self._ask(Weights.examine, examine)).whole:
+            if not await self._ask(Weights.examine, examine):
                 raise NotFound(f"chunk {digest} of version {manifest} is not in the store")
 
     def _files(

@@ -244,7 +244,7 @@ class Sweeper:
                 found |= {tensor.chunk for tensor in (await self._manifest(digest)).tensors}
             except (NotFound, Damaged, BadMessage, Refused) as error:  # of an earlier version
                 if self._complain(digest, error) and needed and isinstance(error, NotFound):
-                    path, then = self._chunks.path(digest), damage.FATES["weights"].then
+                    path, then = self._chunks.path(digest), damage.FATES["weights"]
                     await self._untold.tell(damage.fields("weights", path, "it is missing", then))
             else:
                 self._unreadable.pop(digest, None)

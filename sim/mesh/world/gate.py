@@ -97,7 +97,7 @@ class VirtualGate:
         notes.write(self._note, Note(self.known, {}, self._floor))
         await rollback.raise_tokens(self._state, self._floor)
         if why:
-            then = damage.FATES["redis"].then
+            then = damage.FATES["redis"]
             told = damage.fields("redis", self._root / "redis", why, then)
             await events.append(self._state, damage.EVENT, told, above=self.known.event)
         self._redis.shut = False

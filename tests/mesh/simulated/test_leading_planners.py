@@ -8,9 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.api.calls.hint import Look
-from common.api.calls.interface import Cast, Interface
-from common.api.worker.stats import published
+from common.api.calls.interface import Cast, Interface, Look
 from common.base.errors import DeadlineExceeded
 from common.job.config import JobConfig
 from common.mesh.runtime.calls.actor import Actor, cast
@@ -103,7 +101,7 @@ class Pool:
     async def planner(self, n: int = 0) -> tuple[Bare, Planner]:
         process = self.world.process(f"planner/{n}", "planner")
         planner = Planner(process.mesh)
-        await process.join(planner, lambda: published(planner.stats()))
+        await process.join(planner, lambda: planner.stats().encoded())
         process.run(planner.serve())
         return process, planner
 

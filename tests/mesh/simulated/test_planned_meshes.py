@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from common.api.worker.stats import published
 from common.job.config import (
     FrozenModelConfig,
     JobConfig,
@@ -46,7 +45,7 @@ class PlannedMesh:
         await jobs.submit(state, JOB, config.document(), root, "submit")
         process = self.world.process("planner/0", "planner")
         planner = Planner(process.mesh)
-        await process.join(planner, lambda: published(planner.stats()))
+        await process.join(planner, lambda: planner.stats().encoded())
         process.run(planner.serve())
 
     async def worker(self, id: str) -> Bare:

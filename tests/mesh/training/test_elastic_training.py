@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
-from common.api.calls.role import Drain, Resting, Settle, Settled
+from common.api.calls.role import Resting, Settle, Settled
 from common.base.errors import Refused
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 
@@ -76,7 +76,7 @@ async def come_and_go(training: Training) -> None:
     await training.release(5)
     await training.start_hybrid(third)  # joins while steps run
     leaving = elastic.worker.ref(f"hybrid/{second}")
-    await leaving.call(Resting.drain, Drain("it is needed elsewhere"))
+    await leaving.call(Resting.drain, "it is needed elsewhere")
     await training.caught_up()
     await training.hybrid_waits(third)
     await sleep_and_wake(training, [third], ("disk", "accelerator"))

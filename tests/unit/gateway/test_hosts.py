@@ -14,18 +14,7 @@ from typing import Any
 import pytest
 
 from common.api.calls.callers import HOST_ROLES, PLANNER
-from common.api.gateway import (
-    DescribeMember,
-    DrainHost,
-    Gateway,
-    HostAdmitted,
-    HostReturned,
-    JoinHost,
-    LeaveMesh,
-    ListJobs,
-    ListRemaining,
-    LocateRedis,
-)
+from common.api.gateway import Gateway, HostAdmitted, JoinHost
 from common.base.clock import SystemClock
 from common.base.errors import NotAllowed, NotFound, Refused
 from common.base.files import documents
@@ -56,10 +45,10 @@ from tests.unit.gateway.conftest import House, line_to
 GONE_S = 0.5
 HEAD = "here"
 OF_MEMBERS: tuple[tuple[Any, Any], ...] = (
-    (Gateway.drain, DrainHost()),
-    (Gateway.back, HostReturned("h")),
-    (Gateway.whereabouts, LocateRedis()),
-    (Gateway.leave, LeaveMesh()),
+    (Gateway.drain, None),
+    (Gateway.back, "h"),
+    (Gateway.whereabouts, None),
+    (Gateway.leave, None),
 )
 ABOUT = {"redis_url": "rediss://head:1/0", "authority": "PEM", "settings": {"stall_s": 7.0}}
 
@@ -225,7 +214,7 @@ async def test_a_token_that_is_revoked_lets_nobody_in_and_its_hosts_stay(mesh: M
     with pytest.raises(NotAllowed, match="revoked"):
         await mesh.join(token, "gpu2-bb")
     async with line_to(mesh.member(token)) as line:
-        assert (await line.call(Gateway.membership, DescribeMember())).host == "gpu1-aa"
+        assert await line.call(Gateway.membership, None) == "gpu1-aa"
         with pytest.raises(Refused, match="gpu1-aa is a member already"):
             await line.call(Gateway.join, JoinHost("x-1", "k" * 40, "h", 1, False, release()))
 
@@ -241,7 +230,7 @@ async def test_tokens_that_let_nobody_in(mesh: Mesh) -> None:
         await mesh.join(mesh.token("odd"), "a*~&")
     async with line_to(mesh.token("curious")) as line:
         with pytest.raises(NotAllowed):
-            await line.call(Gateway.jobs, ListJobs())
+            await line.call(Gateway.jobs, None)
     assert not mesh.users.known
 
 
@@ -278,24 +267,24 @@ async def test_who_was_not_let_in_so_far_has_nothing_drained(mesh: Mesh, host: s
     if host != HEAD:  # it asks again, by the key that is on file
         assert (await mesh.join(token, host)).prefix == "h1w"
         async with line_to(mesh.member(token, host)) as line:
-            assert (await line.call(Gateway.drain, DrainHost())).changed
+            assert await line.call(Gateway.drain, None)
 
 
 async def test_a_host_that_left_is_let_in_no_more(mesh: Mesh) -> None:
     token = mesh.token(uses=0)
     await mesh.join(token)
     async with line_to(token) as line:  # which is no host's
-        for asked, request in (*OF_MEMBERS, (Gateway.membership, DescribeMember())):
+        for asked, request in (*OF_MEMBERS, (Gateway.membership, None)):
             with pytest.raises(NotFound, match="no host that has joined"):
                 await line.call(asked, request)
     own = mesh.member(token)
     async with line_to(own) as line:
-        assert (await line.call(Gateway.membership, DescribeMember())).host == "gpu1-aa"
-        assert (await line.call(Gateway.leave, LeaveMesh())).changed
+        assert await line.call(Gateway.membership, None) == "gpu1-aa"
+        assert await line.call(Gateway.leave, None)
     assert not mesh.users.known and not mesh.joined and not mesh.members
     async with line_to(own) as line:
         with pytest.raises(NotAllowed, match="revoked"):
-            await line.call(Gateway.membership, DescribeMember())
+            await line.call(Gateway.membership, None)
     for asking in (token, mesh.token("another")):
         with pytest.raises(Refused, match="or was"):
             await mesh.join(asking, "gpu1-aa")
@@ -311,7 +300,7 @@ async def test_a_member_that_comes_back_is_told_where_redis_is_now(mesh: Mesh) -
     here = MeshSettings(first.redis_url, "here", secret=first.secret, authority="old.pem")
     here.to_file(place.settings)
     async with line_to(mesh.member(token)) as line:
-        write_location(place, await line.call(Gateway.whereabouts, LocateRedis()))
+        write_location(place, await line.call(Gateway.whereabouts, None))
     now = MeshSettings.from_file(place.settings)
     assert (now.redis_url, now.stall_s) == (ABOUT["redis_url"], 7.0)
     assert (place.directory / AUTHORITY).read_text() == "PEM" and now.secret == first.secret
@@ -325,15 +314,15 @@ async def test_a_host_has_itself_drained_and_is_used_again_when_it_is_back(mesh:
     for name, kind in (("engine/g1.1", "engine"), ("worker/h1w0", "worker")):
         await register(state, Entry(name, kind, host="gpu1-aa", incarnation=name), 600_000)
     async with line_to(mesh.member(invitation)) as line:
-        assert (await line.call(Gateway.drain, DrainHost())).changed
+        assert await line.call(Gateway.drain, None)
         assert await pool.draining(state) == {"gpu1-aa": NOTICE}
-        assert (await line.call(Gateway.remaining, ListRemaining())).names == ["engine/g1.1"]
+        assert (await line.call(Gateway.remaining, None)).names == ["engine/g1.1"]
         await evict(state, "engine/g1.1", "engine/g1.1")
-        assert (await line.call(Gateway.remaining, ListRemaining())).names == []
-        assert (await line.call(Gateway.back, HostReturned("gpu1.example"))).changed
+        assert (await line.call(Gateway.remaining, None)).names == []
+        assert await line.call(Gateway.back, "gpu1.example")
         assert await pool.draining(state) == {}
         with pytest.raises(Refused, match="no address"):
-            await line.call(Gateway.back, HostReturned("a b"))
+            await line.call(Gateway.back, "a b")
     assert mesh.joined["gpu1-aa"].address == "gpu1.example"
 
 
@@ -358,10 +347,10 @@ async def test_a_drain_that_a_person_asked_for_outlasts_the_hosts_own(mesh: Mesh
     state, token = mesh.house.state, mesh.token()
     await mesh.join(token)
     async with line_to(mesh.member(token)) as line:
-        await line.call(Gateway.drain, DrainHost())
+        await line.call(Gateway.drain, None)
         await pool.request(state, PoolRequest("op", "drain", host="gpu1-aa"))
-        assert not (await line.call(Gateway.back, HostReturned("10.0.0.2"))).changed
-        assert not (await line.call(Gateway.drain, DrainHost())).changed
+        assert not await line.call(Gateway.back, "10.0.0.2")
+        assert not await line.call(Gateway.drain, None)
     assert await pool.draining(state) == {"gpu1-aa": "asked for"}
 
 
@@ -385,7 +374,7 @@ async def test_an_ephemeral_host_that_stays_away_is_forgotten(mesh: Mesh) -> Non
     assert left.fields["host"] == goes and left.fields["away_s"] > GONE_S
     async with line_to(mesh.member(token, goes)) as line:  # it comes back at this moment
         with pytest.raises(NotAllowed):
-            await line.call(Gateway.membership, DescribeMember())
+            await line.call(Gateway.membership, None)
 
 
 async def test_a_process_between_two_starts_does_not_end_the_drain(
@@ -421,6 +410,6 @@ async def test_a_host_that_was_forgotten_forgets_the_mesh_to_join_as_another(
     place.settings.write_text("{}")
     assert await asyncio.to_thread(standing, place, known) == known
     async with line_to(mesh.member(token)) as line:
-        assert (await line.call(Gateway.leave, LeaveMesh())).changed
+        assert await line.call(Gateway.leave, None)
     assert await asyncio.to_thread(standing, place, known) is None
     assert not place.settings.exists() and membership.known(place) is None

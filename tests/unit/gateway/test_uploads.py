@@ -15,7 +15,6 @@ import pytest
 from common.api.gateway import (
     PIECE_BYTES,
     BeginUpload,
-    FinishUpload,
     Gateway,
     SubmittedJob,
     UploadOpened,
@@ -92,8 +91,8 @@ async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
 ) -> None:
     async with opened(line, packed.begin) as upload:
         await packed.send(line, upload.upload)
-        done = await line.call(Gateway.finish, FinishUpload(upload.upload))
-        assert await line.call(Gateway.finish, FinishUpload(upload.upload)) == done
+        done = await line.call(Gateway.finish, upload.upload)
+        assert await line.call(Gateway.finish, upload.upload) == done
     assert [row.id for row in await jobs.jobs(house.state)] == [done.job] == ["game"]
     assert sorted(path.name for path in house.runs.iterdir()) == ["game"]
 
@@ -242,12 +241,12 @@ async def test_a_truncated_or_altered_bundle_becomes_no_run(
     async with opened(line, packed.begin) as upload:
         await packed.send(line, upload.upload, name)
         with pytest.raises(Refused, match=f"did not arrive whole: {name}"):
-            await line.call(Gateway.finish, FinishUpload(upload.upload))
+            await line.call(Gateway.finish, upload.upload)
         content = bytearray((packed.directory / name).read_bytes())
         content[0] ^= 1
         await line.call(Gateway.put, UploadPiece(upload.upload, name, 0, bytes(content)))
         with pytest.raises(Refused, match="digest differs"):
-            await line.call(Gateway.finish, FinishUpload(upload.upload))
+            await line.call(Gateway.finish, upload.upload)
     await empty(house)
 
 
@@ -291,7 +290,7 @@ async def test_a_token_has_few_uploads_at_a_time(house: House, line: Line, packe
 async def test_an_upload_is_its_tokens_alone(house: House, line: Line, packed: Packed) -> None:
     async with opened(line, packed.begin) as upload, line_to(house.token("bob")) as other:
         with pytest.raises(NotFound):
-            await other.call(Gateway.finish, FinishUpload(upload.upload))
+            await other.call(Gateway.finish, upload.upload)
     await empty(house)
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.api.calls.role import Drain, Drained, Resting, Settle, Settled
+from common.api.calls.role import Resting, Settle, Settled
 from common.base.clock import SystemClock
 from common.base.errors import Fenced
 from common.base.random import Random
@@ -34,12 +34,11 @@ class Standin(Actor):
         self.about: dict[str, Any] = seat.stats()
 
     @call(Resting.drain)
-    async def drain(self, m: Drain) -> Drained:
+    async def drain(self, reason: str) -> None:
         if self.about["job"] == "slow":
             await asyncio.sleep(60.0)
         with self._note.open("a") as file:
-            file.write(f"{m.reason}\n")
-        return Drained()
+            file.write(f"{reason}\n")
 
     @call(Resting.settle)
     def settle(self, m: Settle) -> Settled:

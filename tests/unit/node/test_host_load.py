@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.api.worker.stats import HostLoadStats
+from common.api.stats import HostLoadStats
 from common.base.random import Random
 from common.mesh.process.cores import Cores
 from common.mesh.process.ends.limits import Room

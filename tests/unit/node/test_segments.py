@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.worker.segments import DropSegment, FindSegment, MakeSegment
+from common.api.node import MakeSegment
 from common.base.errors import Refused, StorageFull
 from common.base.files.kept import Mapped
 from services.node.residents.segments import SPARE_BYTES, Segments
@@ -36,10 +36,10 @@ async def test_what_a_process_wrote_is_there_after_its_death() -> None:
     async with Segments(plenty) as segments:
         made = segments.make(MakeSegment("trainer/sums", 3 * PAGE))
         write_and_end(made.path)
-        found = segments.find(FindSegment("trainer/sums"))
+        found = segments.find("trainer/sums")
         assert found == made
         assert Mapped(found.path).get(PAGE - 1, 7).tolist() == [0, 7, 7, 7, 7, 7, 0]
-        assert segments.find(FindSegment("engine/g0.1")).path == ""
+        assert segments.find("engine/g0.1").path == ""
 
 
 async def test_who_is_told_of_something_else_than_its_own_segment_writes_nothing(
@@ -75,8 +75,8 @@ async def test_the_budget_is_of_all_together_and_a_refusal_changes_nothing() -> 
         assert segments.keys == ["a"]
         segments.make(MakeSegment("a", 5 * PAGE))  # in place of its own
         segments.make(MakeSegment("b", 5 * PAGE))
-        segments.drop(DropSegment("a"))
-        segments.drop(DropSegment("a"))
+        segments.drop("a")
+        segments.drop("a")
         assert segments.bytes == 5 * PAGE
 
 
@@ -88,7 +88,7 @@ async def test_memory_that_another_process_has_taken_is_not_given_away() -> None
         left = SPARE_BYTES + PAGE
         with pytest.raises(StorageFull, match="the host has"):
             segments.make(MakeSegment("a", 6 * PAGE))
-        assert Mapped(segments.find(FindSegment("a")).path).get(0, 4 * PAGE).all()
+        assert Mapped(segments.find("a").path).get(0, 4 * PAGE).all()
         segments.make(MakeSegment("a", 5 * PAGE))  # its own four are free then
 
 

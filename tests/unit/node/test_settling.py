@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.api.calls.role import Drain, Drained, Resting, Settle, Settled
+from common.api.calls.role import Resting, Settle, Settled
 from common.base.errors import RemoteFailure, StorageFull
 from common.base.random import Random
 from common.mesh.runtime.calls.actor import Actor, call
@@ -41,9 +41,8 @@ class Process(Actor):
         self.asked: list[str] = []
 
     @call(Resting.drain)
-    async def drain(self, m: Drain) -> Drained:
+    async def drain(self, reason: str) -> None:
         await asyncio.sleep(DRAINS_S)
-        return Drained()
 
     @call(Resting.settle)
     def settle(self, m: Settle) -> Settled:

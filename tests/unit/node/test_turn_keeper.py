@@ -12,8 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.api.node import Worker
-from common.api.worker.turns import TakeTurn
+from common.api.node import TakeTurn, Worker
 from common.base.errors import Refused
 from common.base.random import Random
 from common.mesh.residents.turns import Turns

@@ -145,8 +145,8 @@ class StoreBench:
     async def save(self, step: int, manifest: str, job: str = JOB, lineage: int = 0) -> str:
         account = {"version": step}
         request = Checkpoint(job, lineage, step, manifest, account, {})
-        saved = await self.trainer.ref(STORE).call(Weights.save, request)
-        return str(saved.name)
+        saved: str = await self.trainer.ref(STORE).call(Weights.save, request)
+        return saved
 
     async def commit(
         self, step: int, manifest: str, checkpoint: str, lineage: int = 0, job: str = JOB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from common.api.transfer.versions import Base
+from common.api.transfer.deltas import Base
 from services.weights.deltas import MOST_BASES, VersionHolder, bases
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from common.api.transfer.deltas import (
     AskDeltas,
+    Base,
     BeginDelta,
     ChunkDelta,
     DeltaSet,
     Received,
     StageDelta,
 )
-from common.api.transfer.versions import Base
 from common.api.weights import STORE, Weights
 from common.base.errors import BadMessage
 from common.base.files import documents
@@ -49,7 +49,7 @@ async def made(store: StoreBench, base: Base, version: int, manifest: str) -> st
     blob = await put(store.trainer, store.bulk, store.random.token(64).encode(), "a delta")
     deltas = DeltaSet(base, Base(0, version, manifest), [ChunkDelta("a", "b", blob, 0, 64)])
     told = StageDelta(deltas, whole=True)
-    assert (await store.trainer.ref(STORE).call(Weights.stage_delta, told)).wanted
+    assert await store.trainer.ref(STORE).call(Weights.stage_delta, told)
     return blob
 
 
@@ -194,7 +194,7 @@ def test_a_newer_version_ends_the_wait_for_an_older_one(tmp_path: Path) -> None:
         ref = store.trainer.ref(STORE)
         assert not (await ref.call(Weights.deltas, AskDeltas(second, "two", wait_s=5.0))).more
         late = StageDelta(DeltaSet(base, Base(0, 1, second), []))
-        assert not (await ref.call(Weights.stage_delta, late)).wanted
+        assert not await ref.call(Weights.stage_delta, late)
         assert (await ref.call(Weights.deltas, AskDeltas(third, "two"))).more
 
     on_store(tmp_path, story)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.weights import STORE, Manifest, Stage, Staged, Tensor, Weights
+from common.api.weights import STORE, Manifest, Tensor, Weights
 from common.base.errors import AlreadyCommitted
 from common.mesh.process.host import SystemHost
 from common.state import jobs, steps
@@ -20,16 +20,16 @@ from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.unit.weights.storing import Store
 
 
-def version(store: Store, number: int, fill: int, lineage: int = 0) -> Stage:
+def version(store: Store, number: int, fill: int, lineage: int = 0) -> Manifest:
     """Other weights for another `fill`."""
     content = np.full(8, fill, np.uint8).tobytes()
     chunk = store.chunks.write(content)
-    return Stage(Manifest(JOB, lineage, number, [Tensor("w", "U8", [8], chunk, 0, 8, 0, 0, 8)]))
+    return Manifest(JOB, lineage, number, [Tensor("w", "U8", [8], chunk, 0, 8, 0, 0, 8)])
 
 
-async def stage(store: Store, request: Stage) -> str:
-    staged: Staged = await store.mesh.ref(STORE).call(Weights.stage, request)
-    return staged.digest
+async def stage(store: Store, request: Manifest) -> str:
+    staged: str = await store.mesh.ref(STORE).call(Weights.stage, request)
+    return staged
 
 
 async def committed(state: State, manifest: str) -> None:

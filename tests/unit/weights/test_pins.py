@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.api.weights import Manifest, Stage, Tensor
+from common.api.weights import Manifest, Tensor
 from common.base.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
 from common.mesh.runtime.patience import waited_for
 from common.state import events, jobs
@@ -235,10 +235,10 @@ def test_a_version_of_a_job_that_is_over_is_refused_with_its_reason(tmp_path: Pa
     on_store(tmp_path, story)
 
 
-def offered(store: StoreBench, version: int) -> Stage:
+def offered(store: StoreBench, version: int) -> Manifest:
     """Weights that no step made, beside the versions of the bench."""
     chunk = store.chunks.write(bytes(32))
-    return Stage(Manifest(JOB, 0, version, [Tensor("other", "F32", [8], chunk, 0, 32, 0, 0, 8)]))
+    return Manifest(JOB, 0, version, [Tensor("other", "F32", [8], chunk, 0, 32, 0, 0, 8)])
 
 
 def test_who_waits_for_a_quota_says_so() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.api.transfer.bulk import GROUPS
-from common.api.weights import STORE, Examine, Fetch, Load, Weights
+from common.api.weights import STORE, CheckpointName, Examine, Fetch, Weights
 from common.base.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
 from common.records.checkpoints import committed
 from common.state import events, jobs, steps
@@ -408,7 +408,7 @@ def test_damage_that_is_found_while_redis_is_away_is_told_once_it_is_back(tmp_pa
         flip(path, b"")
         store.redis.faults.away = True
         asked = Examine(path.name, "weights", JOB)
-        assert not (await store.store.examine(asked)).whole
+        assert not await store.store.examine(asked)
         store.redis.faults.away = False
         await store.clock.sleep(SOON_S)
         assert str(path) in [one["path"] for one in await told(store)]
@@ -456,7 +456,7 @@ def test_a_damaged_checkpoint_is_told_and_gives_its_place_to_the_one_before(
         older = (directory / f"{before}.json").read_bytes()
         harm(directory / f"{last}.json", older)
         with pytest.raises((Damaged, NotFound)):
-            await store.trainer.ref(STORE).call(Weights.load, Load(JOB, last))
+            await store.trainer.ref(STORE).call(Weights.load, CheckpointName(JOB, last))
         await store.clock.sleep(LONG_S)
         assert (directory / f"{before}.json").read_bytes() == older, "nothing takes its place"
         assert await store.stored(kept) and await store.stored(manifest)

@@ -32,6 +32,7 @@ FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 TAIL_BYTES = 1 << 18  # of a log: enough for any number of lines one would read
 TEXT_CHARS = 10_000  # of an error, which may be of a job's author
+PACKAGES = "site-packages"
 ROOT = Path(__file__).parents[4]  # of our own packages
 
 # What starting a process again does about its error: nothing; perhaps nothing, so that the tries
@@ -111,17 +112,14 @@ def place_of(error: BaseException) -> str:
     anybody's if there is none.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _library(frame.filename)]
-    if not (own or frames):
+    others = ("<", sys.base_prefix)
+    own = [f for f in frames if not f.filename.startswith(others) and PACKAGES not in f.filename]
+    if not frames:
         return ""
     last = (own or frames)[-1]
     path = Path(last.filename)
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
     return f"{shown}:{last.lineno}"
-
-
-def _library(file: str) -> bool:
-    return file.startswith(("<", sys.base_prefix)) or "site-packages" in file
 
 
 def path_beside(log: Path) -> Path:

@@ -10,6 +10,8 @@ import errno
 import math
 import os
 import resource
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,28 +49,31 @@ def room(directory: Path) -> Room:
     there = next(place for place in (directory, *directory.absolute().parents) if place.is_dir())
     found = os.statvfs(there)
     groups = (left for place in groups_of("memory") if (left := group_left(place)) is not None)
-    return Room(min([_meminfo("MemAvailable"), *groups]), found.f_bavail * found.f_frsize)
+    return Room(
+        min([_kib("/proc/meminfo", "MemAvailable"), *groups]), found.f_bavail * found.f_frsize
+    )
 
 
 def group_left(place: Path) -> int | None:
     """Bytes of memory that a control group may still take; None: it has no limit of its own."""
-    for limit, use, cache in MEMORY:
-        most, now = _read(place / limit), _read(place / use)
-        if most.isdigit() and now.isdigit() and int(most) < NO_LIMIT:
-            dropped = counter(place / "memory.stat", cache) or 0  # before anything else is
-            return max(0, int(most) - int(now) + dropped)
+    for _, most, use, cache in _memory_limits(place):
+        dropped = counter(place / "memory.stat", cache) or 0  # before anything else is
+        return max(0, most - int(_read(place / use) or 0) + dropped)
     return None
+
+
+def _memory_limits(place: Path) -> Iterator[tuple[str, int, str, str]]:
+    """A control group's limit, if it has one: its file, its bytes, and what `MEMORY` has of it."""
+    for limit, use, cache in MEMORY:
+        most = _read(place / limit)
+        if most.isdigit() and int(most) < NO_LIMIT:
+            yield limit, int(most), use, cache
 
 
 def memory_limit() -> int | None:
     """The most bytes of memory that our control groups let us have; None: as many as there are."""
-    found = [
-        int(most)
-        for place in groups_of("memory")
-        for limit, _, _ in MEMORY
-        if (most := _read(place / limit)).isdigit() and int(most) < NO_LIMIT
-    ]
-    return min(found, default=None)
+    groups = groups_of("memory")
+    return min((most for g in groups for _, most, _, _ in _memory_limits(g)), default=None)
 
 
 def cores() -> int:
@@ -101,24 +106,17 @@ def hit(error: BaseException) -> str:
             f"The host has no file descriptors left (fs.file-max is {most}): "
             "raise it with `sysctl -w fs.file-max=...`"
         )
-    if number == errno.ENOMEM or isinstance(error, MemoryError) or _says(text, NO_MEMORY):
+    if (
+        number == errno.ENOMEM
+        or isinstance(error, MemoryError)
+        or any(word in text for word in NO_MEMORY)
+    ):
         return memory()
-    if (number == errno.EAGAIN and _of_a_start(error)) or _says(text, NO_THREAD):
+    # EAGAIN may be of a fork, or of a socket: the calls that it came through say so.
+    calls = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if (number == errno.EAGAIN and calls & STARTS) or any(word in text for word in NO_THREAD):
         return processes()
     return ""
-
-
-def _says(text: str, words: tuple[str, ...]) -> bool:
-    return any(word in text for word in words)
-
-
-def _of_a_start(error: BaseException) -> bool:
-    """Whether EAGAIN is of a fork, and not of a socket: the calls that it came through say so."""
-    trace, names = error.__traceback__, set()
-    while trace is not None:
-        names.add(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    return bool(names & STARTS)
 
 
 def descriptors() -> str:
@@ -136,16 +134,17 @@ def memory() -> str:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != UNLIMITED:
-        used = _status("VmPeak")
+        used = _kib("/proc/self/status", "VmPeak")
         return (
             f"The limit of a process's address space (RLIMIT_AS) is {_size(soft)}, of which it has "
             f"had {_size(used)}: raise it with `ulimit -v`"
         )
     if group := _group_memory():
         return group
+    left, there = (_kib("/proc/meminfo", name) for name in ("MemAvailable", "MemTotal"))
     return (
-        f"The host has {_size(_meminfo('MemAvailable'))} of memory left of "
-        f"{_size(_meminfo('MemTotal'))}: use a smaller model or fewer processes, or more memory"
+        f"The host has {_size(left)} of memory left of {_size(there)}: use a smaller model or "
+        "fewer processes, or more memory"
     )
 
 
@@ -168,15 +167,14 @@ def processes() -> str:
             what = f"The control group {place} may have {most} processes and threads (pids.max)"
             how = "`docker run --pids-limit`, or TasksMax= of its systemd unit"
             found.append((int(now) / max(1, int(most)), f"{what}, {now} are there: raise {how}"))
-    most = _read("/proc/sys/kernel/threads-max")
-    loads = _read("/proc/loadavg").split()
+    most, loads = _read("/proc/sys/kernel/threads-max"), _read("/proc/loadavg").split()
     if most.isdigit() and len(loads) > 3:
         now = loads[3].partition("/")[2]
         what = f"The host may have {most} threads (kernel.threads-max), {now} are there"
         found.append((int(now) / max(1, int(most)), f"{what}: raise it with `sysctl -w`"))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != UNLIMITED:
-        found.append((_status("VmPeak") / max(1, soft), memory()))
+        found.append((_kib("/proc/self/status", "VmPeak") / max(1, soft), memory()))
     return max(found, default=(0.0, ""))[1]
 
 
@@ -205,13 +203,12 @@ def oom_kills() -> int:
 def _group_memory() -> str:
     """The limit of memory of the nearest control group that has one."""
     for place in groups_of("memory"):
-        for limit, use, _ in MEMORY:
-            most, now = _read(place / limit), _read(place / use)
-            if most.isdigit() and int(most) < _meminfo("MemTotal"):
+        for limit, most, use, _ in _memory_limits(place):
+            if most < _kib("/proc/meminfo", "MemTotal"):
                 return (
-                    f"The control group {place} may have {_size(int(most))} of memory ({limit}), "
-                    f"and has {_size(int(now or 0))}: raise it with `docker run --memory`, or "
-                    "MemoryMax= of its systemd unit"
+                    f"The control group {place} may have {_size(most)} of memory ({limit}), "
+                    f"and has {_size(int(_read(place / use) or 0))}: raise it with "
+                    "`docker run --memory`, or MemoryMax= of its systemd unit"
                 )
     return ""
 
@@ -259,16 +256,8 @@ def counter(path: Path, name: str) -> int | None:
     return None
 
 
-def _status(name: str) -> int:
-    """Bytes of a line of our own status, which is in KiB."""
-    return _kib("/proc/self/status", name)
-
-
-def _meminfo(name: str) -> int:
-    return _kib("/proc/meminfo", name)
-
-
 def _kib(path: str, name: str) -> int:
+    """Bytes of a line that is in KiB."""
     for line in _read(path).splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10

@@ -169,6 +169,15 @@ def take_frame(buffer: bytearray) -> bytes | None:
     return frame
 
 
+OPTIONS: dict[str, Callable[[str], object]] = {
+    "guard": lambda owner: guarded(int(owner)),
+    "parent": lambda parent: tie_to_parent(int(parent)),
+    "death": lambda descriptor: end_with(int(descriptor)),
+    "nice": lambda more: os.nice(int(more)),
+    "rlimit": limit,
+}
+
+
 def main(argv: list[str]) -> None:
     """Applies the options before `--`, then becomes the program behind it. SystemExit: an unknown
     option.
@@ -178,18 +187,9 @@ def main(argv: list[str]) -> None:
     program, arguments = argv[split + 1], argv[split + 2 :]
     for option in argv[:split]:
         key, value = option.split("=", 1)
-        if key == "guard":
-            guarded(int(value))
-        elif key == "parent":
-            tie_to_parent(int(value))
-        elif key == "death":
-            end_with(int(value))
-        elif key == "nice":
-            os.nice(int(value))
-        elif key == "rlimit":
-            limit(value)
-        else:
+        if key not in OPTIONS:
             raise SystemExit(f"common.mesh.process.entry.child: unknown option {option!r}")
+        OPTIONS[key](value)
     kind, _, name = program.partition(":")
     if kind == "exec":
         os.execvp(name, [name, *arguments])

@@ -60,7 +60,10 @@ def enter(owner: int, output: int, show: Callable[[], None] = lambda: None) -> i
         return writing
     try:
         libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
-        _close_others({owner, output, reading})
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in (owner, output, reading):
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    os.close(int(name))
         show()
         ProcessGuard(child, owner, _Output(reading, output)).run()
     except BaseException:
@@ -186,18 +189,15 @@ class ProcessGuard:
         """Kill what is below, until nothing is left but what belongs to another user."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                killed = sum(_kills(pid) for pid in _children())
+                killed = False
+                for below in _children():
+                    with contextlib.suppress(OSError):  # another user's
+                        os.kill(below, signal.SIGKILL)
+                        killed = True
                 pid, status = os.waitpid(-1, 0 if killed else os.WNOHANG)
                 if pid == 0:
                     return
                 self._note(pid, status)
-
-
-def _close_others(kept: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) not in kept:
-            with contextlib.suppress(OSError):  # that of the listing itself
-                os.close(int(name))
 
 
 def _children() -> Iterator[int]:
@@ -211,14 +211,6 @@ def _children() -> Iterator[int]:
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 if int(file.read().rpartition(b")")[2].split()[1]) == own:
                     yield int(name)
-
-
-def _kills(pid: int) -> bool:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except OSError:  # another user's
-        return False
-    return True
 
 
 def _end_as(status: int | None) -> NoReturn:

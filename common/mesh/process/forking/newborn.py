@@ -41,7 +41,12 @@ def become(
 ) -> int:
     """Runs the order's module in this process, which has just been forked; its exit status."""
     settle_descriptors(descriptors, connection)
-    settle_signals()
+    # Every signal does what it does in a fresh interpreter, and none is blocked.
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if not let_go(connection):
         return ORPHANED
     connection.close()
@@ -76,15 +81,6 @@ def settle_descriptors(descriptors: Mapping[str, int], connection: socket.socket
             os.close(number)
     for number in kept - {0, 1, 2}:
         os.set_inheritable(number, False)
-
-
-def settle_signals() -> None:
-    """Every signal does what it does in a fresh interpreter, and none is blocked."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def settle_environment(order: ForkOrder, environment: Mapping[str, str], paths: list[str]) -> None:

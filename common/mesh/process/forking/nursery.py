@@ -71,7 +71,11 @@ class Nursery:
                 elif isinstance(key.fileobj, socket.socket):
                     self._selector.unregister(key.fileobj)
                     if (forked := self._answer(key.fileobj)) is not None:
-                        self._let_go()
+                        # A selector is part of a cycle: the collection that finds it, and the
+                        # sockets that it knows, would close numbers that are others' by then.
+                        self._selector.close()
+                        for end in (self._listener, *self._owners.values()):
+                            end.close()
                         return forked
                 else:
                     self._tell_ends()
@@ -102,14 +106,6 @@ class Nursery:
         self._owners[pid] = connection
         return None
 
-    def _let_go(self) -> None:
-        """Closes, in a child, what has a descriptor. A selector is part of a cycle: the collection
-        that finds it, and the sockets that it knows, would close numbers that are others' by then.
-        """
-        self._selector.close()
-        for end in (self._listener, *self._owners.values()):
-            end.close()
-
     def _check(self, order: ForkOrder, descriptors: list[int], connection: socket.socket) -> None:
         if not same_user(connection):
             raise ValueError("the order of another user")
@@ -127,13 +123,14 @@ class Nursery:
         numbers are free.
         """
         os.read(self._woken, 1 << 16)
-        while (ended := next_ended()) is not None:
-            with contextlib.suppress(ProcessLookupError):  # it ended before it had a session
-                os.killpg(ended, signal.SIGKILL)
-            _, status = os.waitpid(ended, 0)
-            owner = self._owners.pop(ended)
-            say(owner, {"status": os.waitstatus_to_exitcode(status)})
-            owner.close()
+        with contextlib.suppress(ChildProcessError):  # there are no more
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                with contextlib.suppress(ProcessLookupError):  # it ended before it had a session
+                    os.killpg(ended.si_pid, signal.SIGKILL)
+                _, status = os.waitpid(ended.si_pid, 0)
+                owner = self._owners.pop(ended.si_pid)
+                say(owner, {"status": os.waitstatus_to_exitcode(status)})
+                owner.close()
 
 
 def guarded(order: ForkOrder, passed: Mapping[str, int]) -> dict[str, int]:
@@ -144,15 +141,6 @@ def guarded(order: ForkOrder, passed: Mapping[str, int]) -> dict[str, int]:
         passed["death"], passed["stdout"], lambda: newborn.show(title, order.environment)
     )
     return {"stdout": writing, "stderr": writing}
-
-
-def next_ended() -> int | None:
-    """A child that has ended and is not reaped yet."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if ended is None else ended.si_pid
 
 
 def say(connection: socket.socket, answer: Mapping[str, object]) -> None:
@@ -192,14 +180,6 @@ def require_whole_forks() -> None:
         raise RuntimeError("an import has asked CUDA for its devices: no fork could use a GPU")
 
 
-def keep_at_exit() -> None:
-    """What imports would have removed at the end of this process is its own, and no child's: a
-    temporary directory is still there for the others. (PyTorch's operators take 30 ms of CPU.)
-    """
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
-
-
 def listening(path: Path) -> socket.socket:
     """A socket at `path`, for this user only, in place of what an earlier nursery left. It is there
     once it listens: nobody who finds it is refused.
@@ -228,7 +208,10 @@ def main(path: Path, modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     require_whole_forks()
-    keep_at_exit()
+    # What imports would have removed at the end of this process is its own, and no child's: a
+    # temporary directory is still there for the others. (PyTorch's operators take 30 ms of CPU.)
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()  # what is imported stays, and no collection of a child touches its pages
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -26,17 +26,16 @@ class LogBudget:
     that prints for ever gives one notice a second.
     """
 
-    def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
-        self._rate, self._burst = rate, burst
-        self._left, self._at = burst, time.monotonic()
+    def __init__(self) -> None:
+        self._left, self._at = float(BURST), time.monotonic()
         self.dropped = 0  # bytes since the last notice
 
     def allowed(self, most: int) -> int:
         """Return `most` if so many bytes may be written now, else 0."""
         now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._left = min(BURST, self._left + (now - self._at) * RATE)
         self._at = now
-        return most if self._left >= (self._rate if self.dropped else most) else 0
+        return most if self._left >= (RATE if self.dropped else most) else 0
 
     def spend(self, size: int) -> None:
         """Count bytes that were written."""
@@ -47,7 +46,7 @@ class LogBudget:
         dropped, self.dropped = self.dropped, 0
         if not dropped:
             return b""
-        limit = f"over {self._rate / (1 << 20):g} MiB a second"
+        limit = f"over {RATE / (1 << 20):g} MiB a second"
         return f"\n[meshrl: {dropped} bytes of output dropped: {limit}]\n".encode()
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from common.base.clock import Clock
 from common.base.errors import DeadlineExceeded, StateUnavailable
 from common.mesh.process.ends.failure import Failure, end_of, told
-from common.mesh.process.ends.signals import named, what_to_do
 from common.state.redis.client import State
 from common.state.redis.keys import MESH, job_prefix
 
@@ -23,6 +23,10 @@ PATIENCE_S = 60.0  # while Redis is away it is tried again for so long
 RETRY_S = 1.0
 NO_ERROR = Failure("", "")
 CRASH = "crash"  # what `restart` is of an end without an error: a signal, or no word
+CRASHES = {
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
+    signal.SIGTRAP,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,20 +73,10 @@ async def tell(state: State, report: EndReport) -> bool:
     failure = report.failure or NO_ERROR
     restart = failure.restart if report.failure is not None else CRASH
     job = report.job or failure.job
-    args = {
+    args = asdict(replace(report, failure=None)) | {
         "op": report.operation,
-        "name": report.name,
         "job": job,
-        "code": report.code,
-        "why": report.why,
-        "final": report.final,
-        "spent": report.spent,
-        "event": report.event,
-        "charged": report.charged,
-        "ran_s": report.ran_s,
-        "count": report.count,
         "restart": restart,
-        "log": report.log,
         "error": failure.fields(),
         "told": f"{report.name} ended by {report.failure or named(report.code, report.why)}",
         "advice": advice(report, restart),
@@ -107,14 +101,36 @@ def advice(report: EndReport, restart: str) -> str:
     return text
 
 
+def named(code: int, why: str) -> str:
+    """How a process ended, with the name of its signal: `signal 11 (SIGSEGV)`."""
+    if code >= 0 or why != f"signal {-code}":
+        return why
+    try:
+        return f"{why} ({signal.Signals(-code).name})"
+    except ValueError:  # a real-time signal
+        return why
+
+
+def what_to_do(code: int) -> str:
+    """Where to look when nothing but the exit status `code` is known."""
+    if -code in CRASHES:
+        return (
+            "Native code has crashed (a kernel, a driver, a library): its log has what it said "
+            "last; another `rollout.engine` or `mesh.device` tells whose it is"
+        )
+    if code == -signal.SIGKILL:
+        return "Somebody kills it, or the kernel for want of memory: `dmesg` says which"
+    if code < 0:
+        return "Somebody or something on this host sends it that signal"
+    return "It said no more: its log has what led to it"
+
+
 async def ended(state: State) -> list[LastEnd]:
     """The last end of every process that has ended unasked, the latest first."""
     row = (await state.run_mesh("row", key=ENDED))["row"] or {}
-    names = LastEnd.__dataclass_fields__
-    found = [
-        LastEnd(**{name: value for name, value in json.loads(text).items() if name in names})
-        for text in row.values()
-    ]
+    known = LastEnd.__dataclass_fields__
+    rows = map(json.loads, row.values())
+    found = [LastEnd(**{name: one[name] for name in known if name in one}) for one in rows]
     return sorted(found, key=lambda end: (-end.at_ms, end.name))
 
 

@@ -82,11 +82,7 @@ class LeaseWatch:
 
     async def _expired(self) -> list[Child]:
         """The children whose leases have ended."""
-        children = list(self._children())
-        names = [child.name for child in children]
-        known = await registry.lookup_all(self._state, names) if names else {}
-        return [child for child in children if self._has_expired(child, known.get(child.name))]
-
-    def _has_expired(self, child: Child, entry: registry.Entry | None) -> bool:
-        ours = entry is not None and (entry.host, entry.pid) == (self._host, child.pid)
-        return ours and entry is not None and not entry.alive
+        children = {child.name: child for child in self._children()}
+        known = await registry.lookup_all(self._state, list(children)) if children else {}
+        gone = {(entry.name, entry.host, entry.pid) for entry in known.values() if not entry.alive}
+        return [c for c in children.values() if (c.name, self._host, c.pid) in gone]

@@ -114,6 +114,13 @@ class _RunningChild:
     watcher: asyncio.Task[None] | None = None
 
 
+async def _unwatched(running: _RunningChild) -> None:
+    if running.watcher is not None and running.watcher is not asyncio.current_task():
+        running.watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running.watcher
+
+
 class Supervisor:
     """Children may be given at the start or added later; all methods run on the main thread's loop.
 
@@ -219,10 +226,7 @@ class Supervisor:
 
     async def _stop_one(self, running: _RunningChild, grace_s: float) -> None:
         running.stopping = True
-        if running.watcher is not None and running.watcher is not asyncio.current_task():
-            running.watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running.watcher
+        await _unwatched(running)
         child = running.child
         if child is not None:
             running.child = None
@@ -278,7 +282,12 @@ class Supervisor:
         delay = running.restarts.next_delay(now) if wanted else None
         if delay is None and wanted:
             why = f"{why}; {running.restarts.spent}"
-            if await self._absolved(spec, replace(end, lasting_s=lasting_s)):
+            try:
+                absolved = await self._hooks.absolved(spec, replace(end, lasting_s=lasting_s))
+            except Exception:
+                traceback.print_exc()
+                absolved = False
+            if absolved:
                 running.restarts.forget()
                 delay = LONGEST_DELAY_S
         if delay is None:
@@ -293,13 +302,6 @@ class Supervisor:
         await self._restart(running)
         return True
 
-    async def _absolved(self, spec: ChildSpec, end: ChildEnd) -> bool:
-        try:
-            return await self._hooks.absolved(spec, end)
-        except Exception:
-            traceback.print_exc()
-            return False
-
     async def _end_others(self, ended: _RunningChild) -> None:
         """Each other child's own watcher sees the end, and restarts it without a charge."""
         if self._all_together.locked():
@@ -309,10 +311,7 @@ class Supervisor:
             await asyncio.gather(*(self._replace(other) for other in others))
 
     async def _replace(self, running: _RunningChild) -> None:
-        if running.watcher is not None:
-            running.watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running.watcher
+        await _unwatched(running)
         if running.child is not None:
             child, running.child = running.child, None
             await self._stopped(child, FIRST_DELAY_S * 20, "a sibling ended")

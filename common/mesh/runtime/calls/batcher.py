@@ -51,20 +51,16 @@ class Batcher(Generic[Q, R]):
     def _fire(self) -> None:
         self._scheduled = False
         while self._queue and len(self._tasks) < self._allowed:
-            batch = self._next_batch()
+            batch: list[tuple[Q, asyncio.Future[R]]] = []
+            while self._queue and len(batch) < (1 if self._alone else self._limit):
+                request, future = self._queue.popleft()
+                if not future.done():
+                    batch.append((request, future))
             if not batch:
                 continue
             task = asyncio.get_running_loop().create_task(self._run(batch))
             self._tasks[task] = batch
             task.add_done_callback(self._done)
-
-    def _next_batch(self) -> list[tuple[Q, asyncio.Future[R]]]:
-        batch: list[tuple[Q, asyncio.Future[R]]] = []
-        while self._queue and len(batch) < (1 if self._alone else self._limit):
-            request, future = self._queue.popleft()
-            if not future.done():
-                batch.append((request, future))
-        return batch
 
     def _done(self, task: asyncio.Task[None]) -> None:
         for _, future in self._tasks.pop(task):

@@ -14,8 +14,7 @@ from common.base.clock import Clock
 from common.base.encoding.messages import Frame
 from common.base.errors import DeadlineExceeded, HandshakeFailed, MeshError, PeerLost, WrongKeys
 from common.mesh.runtime.calls.directory import Route
-from common.mesh.runtime.calls.incoming import Incoming
-from common.mesh.runtime.calls.outstanding import Link, Outstanding, gone, reported
+from common.mesh.runtime.calls.outstanding import Incoming, Link, Outstanding, gone, reported
 from common.mesh.runtime.calls.sweep import NEVER, Sweep
 from common.mesh.telemetry.logs import Telemetry
 from common.mesh.telemetry.tracing import Tracer
@@ -61,22 +60,15 @@ class Caller:
         silent_at: Callable[[], float] = lambda: -math.inf,
     ) -> None:
         """`silent_at`: when Redis, which knows the keys, last did not answer."""
-        self._silent_at = silent_at
-        self._clock = clock
-        self._transport = transport
-        self._incarnation = incarnation
-        self._tracer = tracer
-        self._telemetry = telemetry
-        self._sweep = sweep
+        self._clock, self._silent_at = clock, silent_at
+        self._transport, self._incarnation = transport, incarnation
+        self._tracer, self._telemetry, self._sweep = tracer, telemetry, sweep
         self._links: dict[str, Link] = {}
         self._calls: dict[int, Outstanding] = {}
         self._streams: dict[int, Incoming[Any]] = {}
         self._last_id = 0
         self._refused_since: dict[str, float] = {}  # by incarnation, until it answers
         sweep.add(self._expire)
-
-    def _future(self) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().create_future()
 
     # ------------------------------------------------------------ calls
 
@@ -96,11 +88,11 @@ class Caller:
         if link is None:
             link = self._links[route.address] = Link(route.address, now)
         self._last_id = call_id = self._last_id + 1
-        row = Outstanding(
-            call_id, route, method, [b"", body, *buffers], self._future(), link, now, deadline
-        )
+        future = asyncio.get_running_loop().create_future()
+        frames = [b"", body, *buffers]
+        row = Outstanding(call_id, route, method, frames, future, link, now, deadline)
         if buffers:
-            check_sizes(row.frames)
+            check_sizes(frames)
         self._calls[call_id] = row
         self._sweep.by(deadline)
         if link.in_flight < CREDITS:
@@ -320,24 +312,20 @@ class Caller:
                 )
             )
         for incoming in list(self._streams.values()):
-            silent_at = max(incoming.since, incoming.heard) + SILENCE_S
-            if incoming.waited_for and silent_at <= now < incoming.deadline:
-                self._break(
-                    incoming, f"nobody produces it any more, {SILENCE_S:g} s without a sign"
+            heard = max(incoming.since, incoming.heard) if incoming.waited_for else NEVER
+            if incoming.deadline <= now:
+                self.abandon(incoming)
+                incoming.fail(
+                    DeadlineExceeded(
+                        f"{incoming.method.label} brought nothing for {incoming.method.idle_s:g} s",
+                        where=incoming.route.actor,
+                    )
                 )
-                continue
-            if incoming.deadline > now:
-                soonest = min(soonest, incoming.deadline)
-                if incoming.waited_for:
-                    soonest = min(soonest, silent_at)
-                continue
-            self.abandon(incoming)
-            incoming.fail(
-                DeadlineExceeded(
-                    f"{incoming.method.label} brought nothing for {incoming.method.idle_s:g} s",
-                    where=incoming.route.actor,
-                )
-            )
+            elif heard + SILENCE_S <= now:
+                why = f"nobody produces it any more, {SILENCE_S:g} s without a sign"
+                self._break(incoming, why)
+            else:
+                soonest = min(soonest, incoming.deadline, heard + SILENCE_S)
         return soonest
 
     # ------------------------------------------------------------ for the watchdog
@@ -364,12 +352,8 @@ class Caller:
         """Closes connections that nothing waits on and nothing used since `before`."""
         busy = {s.route.address for s in self._streams.values()}
         for link in list(self._links.values()):
-            if (
-                link.used < before
-                and not link.in_flight
-                and not link.queue
-                and link.address not in busy
-            ):
+            waiting = link.in_flight or link.queue or link.address in busy
+            if link.used < before and not waiting:
                 del self._links[link.address]
                 self._transport.forget(link.address)
 

@@ -89,7 +89,10 @@ class Directory:
                     if entry is not None and entry.alive:
                         if self._check is not None:
                             await self._check(entry)
-                        return self._remember(entry)
+                        found = Route(entry.name, entry.address, entry.incarnation)
+                        if self._routes.get(entry.name) != found:
+                            self._routes[entry.name] = found
+                        return self._routes[entry.name]
                     why = _not_there(name, entry)
                 except (StateUnavailable, DeadlineExceeded) as error:
                     why, self.silent_at = why or error, self._clock.monotonic()
@@ -101,14 +104,6 @@ class Directory:
                     raise why
                 await self._clock.sleep(pause)
                 pause = min(2 * pause, LONGEST_RETRY_S)
-
-    def _remember(self, entry: registry.Entry) -> Route:
-        found = Route(entry.name, entry.address, entry.incarnation)
-        known = self._routes.get(entry.name)
-        if known == found:
-            return known
-        self._routes[entry.name] = found
-        return found
 
     async def _look_up(self, name: str, deadline: float) -> registry.Entry | None:
         """One look into the registry, shared by all who ask at the same time."""
@@ -130,11 +125,10 @@ class Directory:
         found = []
         for route in routes:
             entry = await registry.lookup(self._state, route.actor)
-            if entry is not None and entry.alive and entry.incarnation == route.incarnation:
-                continue
-            replaced = entry is not None and entry.alive
-            doubts = doubted.get(route, 0) + 1
-            if replaced or doubts >= DOUBTS:
+            if entry is not None and entry.alive:
+                if entry.incarnation != route.incarnation:
+                    found.append(route)
+            elif (doubts := doubted.get(route, 0) + 1) >= DOUBTS:
                 found.append(route)
             else:
                 self._doubts[route] = doubts

@@ -1,75 +1,173 @@
-"""Calls that have no answer yet, by address, and what they fail with."""
+"""Calls and streams that wait for answers, and what they fail with."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from common.api.calls.interface import Method
-from common.base.encoding.messages import Frame
+from common.api.calls.interface import Method, Stream
+from common.base.encoding.messages import Frame, decode
 from common.base.errors import BadMessage, MeshError, PeerLost, from_wire
 from common.mesh.runtime.calls.directory import Route
-from common.mesh.wire.frames import unpack_error
+from common.mesh.runtime.calls.sweep import NEVER
+from common.mesh.wire.frames import check_sizes, unpack_error
+
+if TYPE_CHECKING:
+    from common.mesh.runtime.calls.calling import Caller
+
+R = TypeVar("R")
 
 
+@dataclass(slots=True, eq=False)
 class Link:
     """The calls under way towards one address, and those that wait for a credit."""
 
-    __slots__ = ("address", "in_flight", "queue", "used")
-
-    def __init__(self, address: str, now: float) -> None:
-        self.address = address
-        self.in_flight = 0
-        self.queue: deque[Outstanding] = deque()
-        self.used = now
+    address: str
+    used: float  # when last
+    in_flight: int = 0
+    queue: deque[Outstanding] = field(default_factory=deque)
 
 
+@dataclass(slots=True, eq=False)
 class Outstanding:
     """One call that has no answer yet: a row of the table."""
 
-    __slots__ = (
-        "answered",
-        "call_id",
-        "deadline",
-        "frames",
-        "future",
-        "link",
-        "method",
-        "ran",
-        "route",
-        "sent",
-        "since",
-    )
-
-    def __init__(
-        self,
-        call_id: int,
-        route: Route,
-        method: Method[Any],
-        frames: list[Frame],
-        future: asyncio.Future[Sequence[Frame]],
-        link: Link,
-        since: float,
-        deadline: float,
-    ) -> None:
-        self.call_id = call_id
-        self.route = route
-        self.method = method
-        self.frames = frames
-        self.future = future
-        self.link = link
-        self.since = since
-        self.deadline = deadline
-        self.sent = False
-        self.ran = True  # False once it is known that the method did not run
-        self.answered = False  # True for an error that the peer itself reported
+    call_id: int
+    route: Route
+    method: Method[Any]
+    frames: list[Frame]
+    future: asyncio.Future[Sequence[Frame]]
+    link: Link
+    since: float
+    deadline: float
+    sent: bool = False
+    ran: bool = True  # False once it is known that the method did not run
+    answered: bool = False  # True for an error that the peer itself reported
 
     def fail(self, error: MeshError) -> None:
         """Gives the caller an error, unless it has its answer already."""
         if not self.future.done():
             self.future.set_exception(error)
+
+
+class Incoming(AsyncIterator[R], Generic[R]):
+    """The consumer's end of a stream. Closing it, or dropping it, cancels the producer across the
+    wire.
+
+    It holds at most `credits` items. Items are put back into order, so that it works over a network
+    that reorders.
+    """
+
+    def __init__(
+        self,
+        flow: Caller,
+        call_id: int,
+        route: Route,
+        method: Stream[Any, R],
+        now: float,
+    ) -> None:
+        self.call_id, self.route, self.method = call_id, route, method
+        self.since = self.heard = now  # when the wait began, and when a frame last came
+        self.deadline = NEVER  # finite while somebody waits
+        self._flow = flow
+        self._loop = asyncio.get_running_loop()
+        self.ran = True  # False once it is known that the method did not run
+        self._items: dict[int, list[Frame]] = {}
+        self._missing = -1  # the item that a probe found missing
+        self.taken = 0
+        self._granted = 0
+        self._length = -1
+        self._error: MeshError | None = None
+        self._closed = False
+        self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether somebody waits for the next item."""
+        return self._wake is not None
+
+    def lacks(self, sent: int) -> bool:
+        """Whether one of the `sent` items is lost: a frame may be slow, but not by two probes."""
+        place = self.taken
+        while place in self._items:
+            place += 1
+        before, self._missing = self._missing, place if place < sent else -1
+        return self._missing >= 0 and self._missing == before
+
+    @property
+    def complete(self) -> bool:
+        """Whether every item up to the stream's end has arrived."""
+        return self._length >= 0 and self.taken + len(self._items) >= self._length
+
+    def put(self, place: int, frames: list[Frame]) -> None:
+        """Takes item number `place`; repetitions are dropped. An item beyond the credits ends the
+        stream with BadMessage.
+        """
+        if place < self.taken or place in self._items:
+            return  # a repetition
+        if place >= self.taken + self.method.credits:
+            self._flow.abandon(self)
+            self.fail(
+                BadMessage(f"{self.method.label} sent beyond its credits", where=self.route.actor)
+            )
+            return
+        self._items[place] = frames
+        if place == self.taken:
+            self._notify()
+
+    def end(self, length: int) -> None:
+        """The producer has ended after `length` items."""
+        self._length = length
+        self._notify()
+
+    def fail(self, error: MeshError) -> None:
+        """Makes the reader raise `error` once it has read what arrived before."""
+        self._error = error
+        self._notify()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def __aiter__(self) -> Incoming[R]:
+        return self
+
+    async def __anext__(self) -> R:
+        while (frames := self._items.pop(self.taken, None)) is None:
+            if self._closed or self.taken == self._length:
+                raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
+            self._wake = self._loop.create_future()
+            self.deadline = self._flow.waiting_until(self)
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+                self.deadline = NEVER
+        self.taken += 1
+        if self.taken - self._granted >= (self.method.credits + 1) // 2 and self._length < 0:
+            self._granted = self.taken
+            self._flow.grant(self, self.taken)
+        if len(frames) > 2:
+            check_sizes(frames)
+        return decode(self.method.reply, frames[1], frames[2:])
+
+    def close(self) -> None:
+        """Drops what was not read and cancels the producer."""
+        if not self._closed:
+            self._closed = True
+            self._items.clear()
+            self._flow.abandon(self)
+            self._notify()
+
+    def __del__(self) -> None:
+        # `async for` with a break drops the iterator without closing it
+        if not self._closed and not self._loop.is_closed():
+            self.close()
 
 
 def reported(frames: list[Frame], actor: str) -> MeshError:

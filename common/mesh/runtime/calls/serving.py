@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from common.api.calls.callers import Callers
@@ -45,44 +46,37 @@ from common.mesh.wire.frames import (
 
 _REQUESTS = (CALL, CAST)
 NOBODY: frozenset[str] = frozenset()
-MAX_RUNNING = (
-    10_000  # calls and streams under way at once; more are refused, so that memory stays bounded
-)
+# calls and streams under way at once; more are refused, so that memory stays bounded
+MAX_RUNNING = 10_000
 # Of them, of one requester: 16 times the calls that an honest one has under way (`CREDITS`), and
 # streams beside them. Nobody keeps everybody else out.
 MAX_OF_ONE = 4_096
 EARLY = 1_000  # requests that may wait while an actor starts
+STOP_S = 2.0  # for what runs when a process leaves
 PROBE_S = 5.0  # how often a stream asks whether its consumer is still there
 UNANSWERED_PROBES = 12
-REMEMBERED_IDS = (
-    4096  # per sender, for refusing repetitions: 16 times what its credits allow under way
-)
+# per sender, for refusing repetitions: 16 times what its credits allow under way
+REMEMBERED_IDS = 4096
 REMEMBERED_SENDERS = 1024
 NEVER_YET = float("-inf")
 REFUSED_EVERY_S = 30.0  # between two lines of the log on refusals, however many there are
 
 
+@dataclass(slots=True, eq=False)
 class _Running(Scope):
     """A call or stream that has a task."""
 
-    __slots__ = (
-        *("credit", "due", "key", "label", "owner", "probes"),
-        *("sender", "sent", "task", "wake", "why"),
-    )
-
-    def __init__(
-        self, key: tuple[Peer, int], owner: str | Peer, sender: str, label: str, deadline: float
-    ) -> None:
-        super().__init__(deadline)
-        self.key = key
-        self.owner = owner
-        self.sender = sender
-        self.label = label
-        self.due = deadline  # when the sweep looks at it
-        self.task: asyncio.Task[None] | None = None
-        self.why: MeshError | None = None  # what to report when the runtime itself ends it
-        self.sent = self.credit = self.probes = 0  # streams only
-        self.wake: asyncio.Future[None] | None = None
+    key: tuple[Peer, int]
+    owner: str | Peer
+    sender: str
+    label: str
+    due: float  # when the sweep looks at it
+    task: asyncio.Task[None] | None = None
+    why: MeshError | None = None  # what to report when the runtime itself ends it
+    sent: int = 0  # this and what follows: streams only
+    credit: int = 0
+    probes: int = 0
+    wake: asyncio.Future[None] | None = None
 
     def end(self, why: MeshError | None) -> None:
         self.why = why
@@ -106,17 +100,13 @@ class Server:
         self._callers = callers
         self._allowed: dict[str, frozenset[str]] = {}  # roles that may call a method, by its name
         self._refused_logged = NEVER_YET
-        self._name = name
-        self._clock = clock
-        self._transport = transport
-        self._incarnation = incarnation
-        self._telemetry = telemetry
-        self._sweep = sweep
+        self._name, self._clock = name, clock
+        self._transport, self._incarnation = transport, incarnation
+        self._telemetry, self._sweep = telemetry, sweep
         self._methods: dict[str, Bound] = {}
         self._open = False
-        self._early: list[
-            tuple[Peer, tuple[Any, ...], list[Frame], str]
-        ] = []  # came while the actor starts
+        # what came while the actor starts
+        self._early: list[tuple[Peer, tuple[Any, ...], list[Frame], str]] = []
         self._running: dict[tuple[Peer, int], _Running] = {}
         self._of_one: dict[str | Peer, int] = {}  # how many of them each requester has
         self._seen: dict[str, _SeenIds] = {}
@@ -135,11 +125,8 @@ class Server:
     def expect(self, methods: dict[str, Bound]) -> None:
         """Lets requests for these methods wait from now on, of those who may call them."""
         self._methods = methods
-        if self._callers is not None:
-            callers = self._callers
-            self._allowed = {
-                name: callers.get(entry.method.label, NOBODY) for name, entry in methods.items()
-            }
+        for name, entry in methods.items():
+            self._allowed[name] = (self._callers or {}).get(entry.method.label, NOBODY)
 
     def offer(self) -> None:
         """Runs requests from now on; those that came early go first."""
@@ -198,7 +185,9 @@ class Server:
         request = decode(entry.method.request, frames[1], frames[2:])
         seen = self._seen.get(sender)
         if seen is None:
-            seen = self._remember(sender)
+            if len(self._seen) >= REMEMBERED_SENDERS:
+                del self._seen[next(iter(self._seen))]
+            seen = self._seen[sender] = _SeenIds()
         if seen.before(call_id):
             self._telemetry.count("repeated_requests")
             return
@@ -233,18 +222,14 @@ class Server:
             raise Overloaded(f"{self._name} has {MAX_OF_ONE} calls of this process under way")
         now = self._clock.monotonic()
         deadline = now + remaining_ms / 1000 if remaining_ms > 0 else NEVER
-        running = _Running((peer, call_id), owner, sender, entry.method.label, deadline)
+        due = now + PROBE_S if isinstance(entry.method, Stream) else deadline
+        running = _Running(deadline, (peer, call_id), owner, sender, entry.method.label, due)
         scope.set(running)
-        if isinstance(entry.method, Stream):
-            running.credit = 0
-            running.due = now + PROBE_S
-            work = self._run_stream(running, entry, entry.method, request)
-        else:
-            work = self._run(running, entry, request)
         if running.due < NEVER:
             self._sweep.by(running.due)
         self._running[running.key] = running
         self._of_one[owner] = others + 1
+        work = self._run(running, entry, request)
         running.task = self._loop.create_task(work, name=entry.method.label)
         # not in the coroutine: one that is cancelled before its first step never runs at all
         running.task.add_done_callback(lambda _: self._ended(running))
@@ -260,11 +245,14 @@ class Server:
 
     async def _run(self, running: _Running, entry: Bound, request: Any) -> None:
         peer, call_id = running.key
-        replies = isinstance(entry.method, Call)
+        replies = not isinstance(entry.method, Cast)
         try:
-            reply = await entry.run(request)
-            if replies:
-                self._answer(peer, call_id, running.sender, entry, reply)
+            if isinstance(entry.method, Stream):
+                await self._run_stream(running, entry, entry.method, request)
+            else:
+                reply = await entry.run(request)
+                if replies:
+                    self._answer(peer, call_id, running.sender, entry, reply)
         except asyncio.CancelledError:
             if replies and running.why is not None:
                 self._report(peer, call_id, running.sender, running.why)
@@ -275,23 +263,17 @@ class Server:
         self, running: _Running, entry: Bound, method: Stream[Any, Any], request: Any
     ) -> None:
         peer, call_id = running.key
-        try:
-            async with aclosing(entry.run(request)) as items:
-                async for item in items:
-                    body, buffers = self._encoded(item, method.reply, entry)
-                    while running.sent >= running.credit + method.credits:
-                        running.wake = asyncio.get_running_loop().create_future()
-                        await running.wake
-                    header = self._header(ITEM, call_id, running.sender, running.sent)
-                    running.sent += 1
-                    self._transport.reply(peer, (header, body, *buffers))
-            end = self._header(END, call_id, running.sender, running.sent)
-            self._transport.reply(peer, (end, b"\xc0"))
-        except asyncio.CancelledError:
-            if running.why is not None:
-                self._report(peer, call_id, running.sender, running.why)
-        except Exception as error:
-            self._failed(peer, call_id, running.sender, entry, error, True)
+        async with aclosing(entry.run(request)) as items:
+            async for item in items:
+                body, buffers = self._encoded(item, method.reply, entry)
+                while running.sent >= running.credit + method.credits:
+                    running.wake = asyncio.get_running_loop().create_future()
+                    await running.wake
+                header = self._header(ITEM, call_id, running.sender, running.sent)
+                running.sent += 1
+                self._transport.reply(peer, (header, body, *buffers))
+        end = self._header(END, call_id, running.sender, running.sent)
+        self._transport.reply(peer, (end, b"\xc0"))
 
     # ------------------------------------------------------------ answers
 
@@ -370,19 +352,13 @@ class Server:
         except MeshError:
             self._telemetry.count("control_dropped")
 
-    def _remember(self, sender: str) -> _SeenIds:
-        if len(self._seen) >= REMEMBERED_SENDERS:
-            del self._seen[next(iter(self._seen))]
-        seen = self._seen[sender] = _SeenIds()
-        return seen
-
-    async def stop(self, within_s: float) -> None:
+    async def stop(self) -> None:
         """Ends what runs; callers hear that this process has gone when the connection closes."""
         tasks = [r.task for r in self._running.values() if r.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=within_s)
+            await asyncio.wait(tasks, timeout=STOP_S)
 
 
 class _SeenIds:

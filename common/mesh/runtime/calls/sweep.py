@@ -31,10 +31,8 @@ class Sweep:
 
     def by(self, deadline: float) -> None:
         """Makes sure that a sweep runs at `deadline`."""
-        if deadline < self._at:
-            self._set(deadline)
-
-    def _set(self, deadline: float) -> None:
+        if deadline >= self._at:
+            return
         assert self._loop is not None
         if self._timer is not None:
             self._timer.cancel()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.base.clock import loop_timeout
+from common.base.clock import LoopTimeout
 from common.generation.builtin.build import TorchEngine, build
 from common.generation.contract import EngineSteps, Flush, Request, TokenEngine
 from common.model.architecture.config import ModelConfig
@@ -68,7 +68,7 @@ class StandingClock:
         await asyncio.sleep(0)
 
     def timeout(self, seconds: float, what: str) -> AbstractAsyncContextManager[None]:
-        return loop_timeout(seconds, what)
+        return LoopTimeout(seconds, what)
 
 
 def decoder(seed: int = 0, config: ModelConfig = TINY) -> Decoder:

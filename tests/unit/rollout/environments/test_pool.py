@@ -15,8 +15,7 @@ import pytest
 
 from common.base.clock import SystemClock
 from common.base.errors import ToolFailed
-from common.base.host.secret import SECRET_BYTES
-from common.base.host.settings import REDIS_ENV, SETTINGS_ENV, MeshSettings
+from common.base.host.settings import REDIS_ENV, SECRET_BYTES, SETTINGS_ENV, MeshSettings
 from common.base.random import Random
 from common.job.bundle.job_data import JobData
 from common.job.config import EnvironmentConfig, JobConfig, RolloutConfig

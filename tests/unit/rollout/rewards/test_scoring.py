@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 
-from common.api.calls.role import Drain, Settle
+from common.api.calls.role import Settle
 from common.base.random import Random
 from common.generation.builtin.build import TorchEngine
 from common.job.bundle.job_data import JobData
@@ -213,7 +213,7 @@ async def test_a_successor_answers_what_its_predecessor_was_asked(bench: Bench) 
 @story_on(on_bench, "tmp_path")
 async def test_a_draining_process_sends_those_who_ask_to_its_successor(bench: Bench) -> None:
     first = await bench.models()
-    first.drain(Drain("moved"))
+    first.drain("moved")
     asked = asyncio.ensure_future(bench.scorer.score(tokens(1, 2, 3)))
     await bench.clock.sleep(5.0)
     await first.mesh.leave()

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from common.api.calls.interface import Interface
-from common.api.node import Worker
-from common.api.worker.turns import GangTurn, GiveBack, GivenBack, TakeTurn
+from common.api.node import GangTurn, GiveBack, TakeTurn, Worker
 from common.base.clock import Clock
 from common.base.random import Random
 from common.mesh.residents.turns import Turns
@@ -43,9 +42,8 @@ class Keeper(Actor):
         return GangTurn(request.ticket, 60.0)
 
     @call(Worker.give_back)
-    def give_back(self, request: GiveBack) -> GivenBack:
+    def give_back(self, request: GiveBack) -> None:
         self.held = False
-        return GivenBack()
 
 
 def test_every_slice_of_a_warm_start_runs_in_a_turn(tmp_path: Path) -> None:

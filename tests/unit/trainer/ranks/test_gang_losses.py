@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.api.calls.role import Drained, Settled
+from common.api.calls.role import Settled
 from common.api.ranks import (
     LentGradient,
     Meeting,
-    Norm,
-    OrderDone,
     Ranks,
     RoundStats,
     RowsRestored,
@@ -89,23 +87,22 @@ class OtherRank(Actor):
             "stand_by": StandsBy("", ""),
             "compute": RoundStats([asdict(BinStats(tokens=1))]),
             "keep": self._keep,
-            "apply": Norm(0.0),
+            "apply": 0.0,
             "score": lambda part: Scores(np.zeros(len(part.bin["tokens"]), np.float32)),
             "staged": StagedRows(),
             "save": Trouble(),
             "saved": SavedFiles(),
             "restore": RowsRestored(),
             "settle": Settled(0, 0, 0),
-            "drain": Drained(),
+            "drain": None,
         }
 
-    def _keep(self, lent: LentGradient) -> OrderDone:
+    def _keep(self, lent: LentGradient) -> None:
         self.given[lent.index] = np.array(read(lent.path, lent.size))
-        return OrderDone()
 
     def answer(self, name: str, order: Any) -> Any:
         self.ordered[name].append(order)
-        found = self.answers.get(name, OrderDone())
+        found = self.answers.get(name)
         found = found(order) if callable(found) else found
         name = f"rest {order.what}" if name == "rest" else name
         if name in self.raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.api.trainer import Restage, Restaged
+from common.api.trainer import Restaged
 from common.state.pool.workers.seat import Seat
 from common.weights.layout.laying import How, Laid
 from common.weights.receive import Receiver
@@ -78,7 +78,7 @@ async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
 def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(tmp_path: Path) -> None:
     async def story(bench: Trained) -> None:
         core, compute = await core_of(bench)
-        restage = Restage(bench.manifests[1])
+        restage = bench.manifests[1]
         gone = asyncio.create_task(core.restage(restage))
         await bench.store.clock.sleep(PIECE_S / 2)
         gone.cancel()
@@ -95,7 +95,7 @@ def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(tmp_path: 
 def test_it_ends_with_the_core(tmp_path: Path) -> None:
     async def story(bench: Trained) -> None:
         core, compute = await core_of(bench)
-        asked = asyncio.create_task(core.restage(Restage(bench.manifests[1])))
+        asked = asyncio.create_task(core.restage(bench.manifests[1]))
         await bench.store.clock.sleep(PIECE_S / 2)
         await core.stop()
         await asyncio.wait([asked])
@@ -112,7 +112,7 @@ def test_a_version_that_others_have_cut_otherwise_is_written_again_from_its_chec
     async def story(bench: Trained) -> None:
         await bench.checkpoint(2, most=64)
         core, _ = await core_of(bench)
-        restage = Restage(bench.manifests[2])
+        restage = bench.manifests[2]
         while (told := await core.restage(restage)).later:
             pass
         assert told == Restaged(True)
@@ -154,7 +154,7 @@ def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it
         for path in lost:
             path.unlink()
         await store.restart_store()
-        while (told := await core.restage(Restage(manifest))).later:
+        while (told := await core.restage(manifest)).later:
             pass
         assert told == Restaged(True) and len(chunks) > 3
         assert await store.stored(manifest)
@@ -174,7 +174,7 @@ def test_weights_that_are_others_by_now_are_not_cut_as_a_manifest_says(tmp_path:
         core, _ = await core_of(bench)
         its_own.write_bytes(content)
         bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
-        restage = Restage(bench.manifests[2])
+        restage = bench.manifests[2]
         while (told := await core.restage(restage)).later:
             pass
         assert told == Restaged(False)
@@ -187,7 +187,7 @@ def test_what_its_checkpoint_has_no_more_is_not_written_again(tmp_path: Path) ->
         await bench.checkpoint(2, most=64)
         bench.model(2).unlink()
         core, _ = await core_of(bench)
-        restage = Restage(bench.manifests[2])
+        restage = bench.manifests[2]
         while (told := await core.restage(restage)).later:
             pass
         assert told == Restaged(False)

@@ -80,7 +80,7 @@ def test_who_appends_notices_that_another_has_written(tmp_path: Path) -> None:
     os.utime(path, (1, 1))  # only its time is another
     file.check()
     file.append([{"n": 6}])
-    file.rewrite([*ROWS, {"n": 5}])
+    file.replace([*ROWS, {"n": 5}])
     os.utime(path, (1, 1))
     file.check()
     content = bytearray(path.read_bytes())

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -150,7 +151,7 @@ async def test_a_stranger_that_goes_on_sending_is_hung_up_on(door: Door) -> None
 
 
 def test_a_number_that_is_a_file_s_by_now_costs_no_descriptor() -> None:
-    strangers = Strangers(LIMITS, lambda why: None)
+    strangers = Strangers(LIMITS, Counter())
     reading, writing = os.pipe()
     try:
         before = descriptors_of(reading)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.encoding.messages import DEFAULT_LIMITS, Array, decode, encode, message
+from common.base.encoding.messages import LIMITS, Array, decode, encode, message
 from common.base.errors import BadMessage
 from common.mesh.wire.frames import check_sizes, pack_header, unpack_header
 
@@ -143,7 +143,7 @@ def test_any_is_not_nested_beyond_the_limit() -> None:
         value: Any
 
     value: Any = 1
-    for _ in range(DEFAULT_LIMITS.depth + 1):
+    for _ in range(LIMITS.depth + 1):
         value = [value]
     with pytest.raises(BadMessage, match="nested"):
         decode(Holder, *encode(Holder(value)))
@@ -159,7 +159,7 @@ def test_object_arrays_and_foreign_values_do_not_leave() -> None:
 
 
 def test_sizes_are_checked_by_looking_at_lengths() -> None:
-    limit = DEFAULT_LIMITS
+    limit = LIMITS
     for frames in (
         [b""] * (limit.frames + 1),
         [b"", memoryview(bytes(1)).cast("B"), _Claims(limit.buffer_bytes + 1)],

@@ -1,1 +1,0 @@
-"""Messages between a worker and the role processes that it starts. Open `turns.py` first."""
