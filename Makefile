@@ -6,7 +6,7 @@ READY := .venv/ready
 JOB ?= examples/calculator.toml
 TESTS ?= tests
 TEST_WORKERS ?= 8
-TYPED := common meshrl services sim loadtests tests
+TYPED := meshrl loadtests tests
 # One thread a process: two on a busy machine are up to 30 times slower than one.
 export OMP_NUM_THREADS := 1
 # What Python compiles is kept: hundreds of processes would compile the same sources again.

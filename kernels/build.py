@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kernels import prebuilt
-from kernels.prebuilt import trusted
+from meshrl.kernels import prebuilt
+from meshrl.kernels.prebuilt import trusted
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("c++", "g++", "clang++")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.build import library
+from meshrl.kernels.build import library
 
 WIDTHS = (1, 2, 4, 8)  # bytes of an element
 BLOCK = 64  # elements, at most, that csrc/delta.cpp wants room for before it looks at them

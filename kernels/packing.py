@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, sqrt
 
-from kernels.cost import BinCost
+from meshrl.kernels.cost import BinCost
 
 Bin = list[int]  # indices of sequences
 Round = list[Bin]  # one bin for each rank; some may be empty

@@ -1,8 +1,8 @@
 """Libraries that were compiled elsewhere, for hosts without a compiler, as images are.
 
-`python -m kernels FOLDER` compiles them, each for several kinds of processor; a host that has the
-folder in $MESHRL_NATIVE loads the most able one that its processor can run. A name holds a digest
-of the sources and flags, so that no library of another version is taken.
+`python -m meshrl.kernels FOLDER` compiles them, each for several kinds of processor; a host that
+has the folder in $MESHRL_NATIVE loads the most able one that its processor can run. A name holds a
+digest of the sources and flags, so that no library of another version is taken.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from common.base.errors import (
+    from meshrl.client.client import Client
+    from meshrl.common.base.errors import (
         ConfigError,
         DeadlineExceeded,
         MeshError,
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
         Refused,
         StateUnavailable,
     )
-    from meshrl.client.client import Client
 
 __all__ = [
     "Client",
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 
         return Client
     if name in __all__:
-        from common.base import errors
+        from meshrl.common.base import errors
 
         return getattr(errors, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

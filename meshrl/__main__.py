@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from common.base.errors import MeshError
-from common.base.host.terminal import print_traceback, visible
-from common.mesh.process.entry.child import PRIVATE
 from meshrl.cli import app
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.host.terminal import print_traceback, visible
+from meshrl.common.mesh.process.entry.child import PRIVATE
 from meshrl.directory import user
 
 STAY = (["up"], ["join"])  # they have a home directory for themselves and what they start

@@ -1,9 +1,9 @@
 """The disk of a virtual machine: it is full or slow, and it knows what a power cut leaves.
 
-Files are real; whatever syncs one tells the disk (`common.base.files.durable`). A file that was
-synced has its content and its name after a power cut, as on ext4 and XFS; what was appended since
-then is there in part; a rename or a removal counts once its directory was synced. A disk that lies
-counts no sync of what it lies about.
+Files are real; whatever syncs one tells the disk (`meshrl.common.base.files.durable`). A file that
+was synced has its content and its name after a power cut, as on ext4 and XFS; what was appended
+since then is there in part; a rename or a removal counts once its directory was synced. A disk that
+lies counts no sync of what it lies about.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.base.files.durable import simulate_disk
-from common.base.random import Random
+from meshrl.common.base.files.durable import simulate_disk
+from meshrl.common.base.random import Random
 
 LATENCY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
 _UNLIMITED = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -17,9 +17,9 @@ from contextvars import Context, ContextVar, copy_context
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-from common.base.clock import LoopTimeout
-from common.base.errors import DeadlineExceeded
-from common.base.random import Random
+from meshrl.common.base.clock import LoopTimeout
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.random import Random
 
 T = TypeVar("T")
 EPOCH_S = 1_700_000_000.0  # where virtual wall time starts: any fixed, plausible date

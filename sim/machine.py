@@ -9,23 +9,23 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.base.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
-from common.base.files.append_file import AppendFile
-from common.base.random import Random
-from common.mesh.process.cores import Cores
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.ends.limits import Room
-from common.mesh.process.handle import UNKNOWN_EXIT, Usage
-from common.mesh.process.host import replace_file
-from common.mesh.process.starting import PLAIN, Spawning
-from sim.disk import Disk
-from sim.loop import OWNER, VirtualClock, VirtualLoop
-from sim.process import Exited, Program, VirtualProcess
-from sim.record import EventRecord
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, NotFound, PeerLost, StorageFull
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.cores import Cores
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.mesh.process.handle import UNKNOWN_EXIT, Usage
+from meshrl.common.mesh.process.host import replace_file
+from meshrl.common.mesh.process.starting import PLAIN, Spawning
+from meshrl.sim.disk import Disk
+from meshrl.sim.loop import OWNER, VirtualClock, VirtualLoop
+from meshrl.sim.process import Exited, Program, VirtualProcess
+from meshrl.sim.record import EventRecord
 
 T = TypeVar("T")
 PLENTY = Room(memory=1 << 40, disk=1 << 40)
-GRACELESS = {"services.environment"}  # programs that a SIGTERM ends at once
+GRACELESS = {"meshrl.services.environment"}  # programs that a SIGTERM ends at once
 
 
 def takes(seconds: float | str) -> Callable[[T], T]:

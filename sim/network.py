@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 
-from common.base.clock import Clock
-from common.base.encoding.messages import Frame
-from common.base.errors import Overloaded
-from common.base.random import Random
-from common.mesh.transport.base import Deliver, Frames, Gone, Lost, Peer
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.errors import Overloaded
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.transport.base import Deliver, Frames, Gone, Lost, Peer
 
 PARKED = 10_000  # messages that a stopped process may have waiting
 NOTICE_S = 0.001  # until a live host reports that nobody listens at an address

@@ -13,11 +13,11 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from common.mesh.process.ends.failure import Failure
-from sim.loop import OWNER
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.sim.loop import OWNER
 
 if TYPE_CHECKING:
-    from sim.machine import Machine
+    from meshrl.sim.machine import Machine
 
 Program = Callable[["VirtualProcess", list[str]], Awaitable[None]]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from common.api.calls.interface import Call, Cast
-from common.mesh.runtime.calls.actor import Actor, call, cast, stream
 from loadtests.doors.matrix import ANSWERS
+from meshrl.common.api.calls.interface import Call, Cast
+from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast, stream
 
 
 def answering(kind: str, ran: list[str]) -> Actor | None:

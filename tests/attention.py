@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.model.network.attention import visible
+from meshrl.common.model.network.attention import visible
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:

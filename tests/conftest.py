@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-from common.state.redis import embedded
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.jail.confinement import landlock
+from meshrl.common.state.redis import embedded
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.jail.confinement import landlock
 from tests import ends, namespaces
 from tests.gpus.driver import Gpus, library
 from tests.runner import plugins

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-from common.mesh.runtime.lease import LOST
+from meshrl.common.mesh.runtime.lease import LOST
 
 _heard = 2
 

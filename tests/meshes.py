@@ -8,21 +8,21 @@ from typing import Any
 
 import zmq
 
-from common.base.clock import Clock
-from common.base.host.settings import SECRET_BYTES, MeshSettings
-from common.base.random import Random
-from common.mesh.process.host import Host, SystemHost
-from common.mesh.runtime.doorway import LOOK_S, Doorway
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.mesh.transport.address import bulk_key_text
-from common.mesh.transport.base import Transport
-from common.mesh.transport.keys import Holders, ProcessKeys
-from common.mesh.transport.zmq import ZmqTransport
-from common.state.hosts import doors
-from common.state.redis.client import State, sync_client
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.host.settings import SECRET_BYTES, MeshSettings
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import Host, SystemHost
+from meshrl.common.mesh.runtime.doorway import LOOK_S, Doorway
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.transport.address import bulk_key_text
+from meshrl.common.mesh.transport.base import Transport
+from meshrl.common.mesh.transport.keys import Holders, ProcessKeys
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.redis.client import State, sync_client
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests import ends
 
 SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make

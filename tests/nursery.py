@@ -11,10 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
 from meshrl.launch.services import plan
 from tests.load import scaled
 

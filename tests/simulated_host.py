@@ -13,17 +13,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, NotFound, PeerLost
-from common.base.files.append_file import AppendFile
-from common.base.random import Random
-from common.mesh.process.cores import Cores
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.ends.limits import Room
-from common.mesh.process.handle import Child, Usage
-from common.mesh.process.host import own_start_time, replace_file
-from common.mesh.process.starting import PLAIN, Spawning
-from sim.machine import PLENTY
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.cores import Cores
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.mesh.process.handle import Child, Usage
+from meshrl.common.mesh.process.host import own_start_time, replace_file
+from meshrl.common.mesh.process.starting import PLAIN, Spawning
+from meshrl.sim.machine import PLENTY
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
 
 FIRST = 0x4E00  # characters without case or composition
 

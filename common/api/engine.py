@@ -7,10 +7,10 @@ from dataclasses import field
 from enum import IntEnum
 from types import NoneType
 
-from common.api.calls.interface import Call, Cast, Look, Stream
-from common.api.calls.role import Resting
-from common.base.encoding.messages import Array, message
-from common.base.experts import NO_EXPERTS
+from meshrl.common.api.calls.interface import Call, Cast, Look, Stream
+from meshrl.common.api.calls.role import Resting
+from meshrl.common.base.encoding.messages import Array, message
+from meshrl.common.base.experts import NO_EXPERTS
 
 
 class Finish(IntEnum):
@@ -49,7 +49,7 @@ class Tokens:
     finish: Array  # int8 [n]
     version: int  # the weights now loaded; a flush without requests tells of new ones
     # int16 [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted
-    # each; see common.base.experts.
+    # each; see meshrl.common.base.experts.
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
     lineage: int = 0  # the lineage of `version`
 

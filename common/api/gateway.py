@@ -7,8 +7,8 @@ from __future__ import annotations
 from types import NoneType
 from typing import Any
 
-from common.api.calls.interface import Call, Interface, Stream
-from common.base.encoding.messages import message
+from meshrl.common.api.calls.interface import Call, Interface, Stream
+from meshrl.common.base.encoding.messages import message
 
 PIECE_BYTES = 1 << 20  # of a file in one message: enough to fill a link, little to keep in memory
 
@@ -18,7 +18,7 @@ class JobState:
     """How a job stands."""
 
     name: str
-    phase: str  # see common.state.jobs.Phase
+    phase: str  # see meshrl.common.state.jobs.Phase
     held: str  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
     step: int  # steps done
     steps: int  # steps that it is to do

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from types import NoneType
 
-from common.api.calls.interface import Call, Cast, Interface, Look
-from common.base.encoding.messages import message
+from meshrl.common.api.calls.interface import Call, Cast, Interface, Look
+from meshrl.common.base.encoding.messages import message
 
 TURN_S = 600.0  # who waits longer for its turn asks again, and keeps its place
 

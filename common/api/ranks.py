@@ -10,10 +10,10 @@ from dataclasses import field
 from types import NoneType
 from typing import Any
 
-from common.api.calls.interface import Call
-from common.api.calls.role import SETTLE_S, Resting
-from common.api.weights import Tensor
-from common.base.encoding.messages import Array, message
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.calls.role import SETTLE_S, Resting
+from meshrl.common.api.weights import Tensor
+from meshrl.common.base.encoding.messages import Array, message
 
 ADOPT_S = 30.0
 FORM_S = 60.0  # to meet the others
@@ -171,7 +171,7 @@ class RowsStaged:
 @message
 class StagedRows:
     """The answer to RowsStaged; with `whole` where the rows lie, and what they add to the
-    identities of the image and of the masters, by tensor (`common.weights.layout.identity`).
+    identities of the image and of the masters, by tensor (`meshrl.common.weights.layout.identity`).
     """
 
     pieces: list[Tensor] = field(default_factory=list)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.api.calls.interface import Call, Cast, Interface
-from common.api.stats import Stats
-from common.base.encoding.messages import message
+from meshrl.common.api.calls.interface import Call, Cast, Interface
+from meshrl.common.api.stats import Stats
+from meshrl.common.base.encoding.messages import message
 
 OK = "ok"
 TIMEOUT = "timeout"  # over its deadline, in CPU time or in time not spent waiting for a core

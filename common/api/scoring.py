@@ -5,9 +5,9 @@ A sequence or question that cannot be scored is an outcome of its own, never an 
 
 from __future__ import annotations
 
-from common.api.calls.interface import Call
-from common.api.calls.role import Resting
-from common.base.encoding.messages import Array, message
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.calls.role import Resting
+from meshrl.common.base.encoding.messages import Array, message
 
 
 def scoring_name(job: str) -> str:

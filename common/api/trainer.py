@@ -8,9 +8,9 @@ from dataclasses import field
 from types import NoneType
 from typing import Any
 
-from common.api.calls.interface import Call
-from common.api.calls.role import Resting
-from common.base.encoding.messages import Array, message
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.calls.role import Resting
+from meshrl.common.base.encoding.messages import Array, message
 
 
 @message

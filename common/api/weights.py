@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.calls.interface import Call, Interface
-from common.api.transfer.deltas import (
+from meshrl.common.api.calls.interface import Call, Interface
+from meshrl.common.api.transfer.deltas import (
     AskDeltas,
     BeginDelta,
     DeltaBases,
@@ -20,10 +20,10 @@ from common.api.transfer.deltas import (
     Received,
     StageDelta,
 )
-from common.api.transfer.deltas import Base as Base
-from common.base.encoding.messages import Array, message
-from common.base.experts import NO_EXPERTS
-from common.base.lineages import NATIVE
+from meshrl.common.api.transfer.deltas import Base as Base
+from meshrl.common.base.encoding.messages import Array, message
+from meshrl.common.base.experts import NO_EXPERTS
+from meshrl.common.base.lineages import NATIVE
 
 STORE = "weights"  # the store's name in the registry
 
@@ -50,8 +50,9 @@ class Tensor:
 class Manifest:
     """The tensors of one weight version, and the chunks that hold them.
 
-    `image` is the identity of what is published (`common.weights.layout.identity`): it depends
-    neither on chunks nor on who staged which rows. `sha256` is that of the manifest without it.
+    `image` is the identity of what is published (`meshrl.common.weights.layout.identity`): it
+    depends neither on chunks nor on who staged which rows. `sha256` is that of the manifest without
+    it.
     """
 
     job: str
@@ -78,13 +79,13 @@ class Fetch:
 @message
 class Examine:
     """Asks the store to look at a chunk that somebody found damaged: the file of a `kind` of
-    `common.base.files.damage`, and of a job.
+    `meshrl.common.base.files.damage`, and of a job.
     """
 
     digest: str
     kind: str
     job: str
-    space: str = ""  # of `common.api.transfer.bulk.SPACES`
+    space: str = ""  # of `meshrl.common.api.transfer.bulk.SPACES`
 
 
 @message
@@ -207,7 +208,7 @@ class Publish:
 @message
 class Published:
     """The answer to Publish: digests by path. They stay for hours; ask again after that, and at
-    once while not all are there (`common.weights.store.weight_store` does).
+    once while not all are there (`meshrl.common.weights.store.weight_store` does).
     """
 
     files: dict[str, str]
@@ -219,7 +220,7 @@ class KeepLines:
     """Hands lines of a process's samples or traces over, for the run's home."""
 
     job: str
-    file: str  # as `common.records.run_lines` names them
+    file: str  # as `meshrl.common.records.run_lines` names them
     op: str  # repeated, it is done once
     lines: str
 

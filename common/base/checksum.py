@@ -1,7 +1,7 @@
 """Checksums against accidents: torn writes, bits that a disk has changed, files that are cut short.
 
 xxh3_128 hashes faster than memory is read. Anybody can make other bytes of the same checksum, so
-nothing is trusted by one: see `common.base.digest`.
+nothing is trusted by one: see `meshrl.common.base.digest`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import time
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from common.base.errors import DeadlineExceeded
+from meshrl.common.base.errors import DeadlineExceeded
 
 
 class Clock(Protocol):

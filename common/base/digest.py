@@ -3,7 +3,7 @@
 BLAKE3 with 256 bits. Chunks, bundles, checkpoints, manifests, groups and the identity of weights
 are named by it, so nobody can make other bytes of the same name. It hashes 4 to 5 GB/s on a core
 with AVX-512, where SHA-256 with SHA instructions has 1.8 (`loadtests.weights`, `hash_gb_s`).
-Accidental changes of a file are detected by `common.base.checksum`, which proves nothing to
+Accidental changes of a file are detected by `meshrl.common.base.checksum`, which proves nothing to
 anybody.
 """
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from common.base.errors import BadMessage, Refused
+from meshrl.common.base.errors import BadMessage, Refused
 
 DIGITS = 64  # hexadecimal
 _EARLIER_DIGITS = 32  # of xxh3_128, by which earlier versions named what they stored

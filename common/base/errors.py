@@ -157,7 +157,7 @@ class QuotaExceeded(StorageFull):
 
 
 class Damaged(MeshError):
-    """A durable file is not what was written; see `common.base.files.damage`."""
+    """A durable file is not what was written; see `meshrl.common.base.files.damage`."""
 
     code = "damaged"
 

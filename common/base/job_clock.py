@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AbstractAsyncContextManager
 
-from common.base.clock import Clock, LoopTimeout
+from meshrl.common.base.clock import Clock, LoopTimeout
 
 LOOK_S = 0.5  # while it stands: how soon a sleeper sees that it goes on
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgpack
 
-from common.base.errors import BadMessage
-from common.mesh.process.entry.child import FRAME_LIMIT
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.mesh.process.entry.child import FRAME_LIMIT
 
 HEADER = 5  # bytes at most before the messages of a frame
 ENVELOPE = 64  # bytes at most around an answer, in its message

@@ -6,8 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from common.base.errors import ConfigError
-from common.mesh.process.ends.failure import FATAL, place_of
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.mesh.process.ends.failure import FATAL, place_of
 
 # What wrong code raises each time that it runs. Others, as of a server that is slow today, are left
 # to whoever counts how often they come.

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from common.mesh.process.entry import child
+from meshrl.common.mesh.process.entry import child
 
 START_S = 60.0
 CALL_S = 3600.0  # a caller that waits less long kills the process that waits here

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import Finish
-from common.base.errors import MeshError, Refused
-from common.base.experts import NO_EXPERTS, laid_out
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import MeshError, Refused
+from meshrl.common.base.experts import NO_EXPERTS, laid_out
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from common.generation.loading import Loading
+    from meshrl.common.generation.loading import Loading
 
 NO_VERSION = -1  # of an engine that holds no whole version
 MIXED = -1  # version of a cache that weights of several versions computed
@@ -92,7 +92,7 @@ class Flush:
     versions: NDArray[np.int32]  # the weights that sampled each token
     finish: NDArray[np.int8]
     # [tokens, sparse layers x k]: where a mixture of experts sent the place that predicted each
-    # token; `common.base.experts` says what stands for none.
+    # token; `meshrl.common.base.experts` says what stands for none.
     experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)
 
 
@@ -216,10 +216,10 @@ class TokenEngine(EngineSteps, Protocol):
         self, name: str, tensors: Mapping[str, Tensor], scale: float, version: int
     ) -> None:
         """Puts an adapter, or a new version of one, beside the base: factors A and B by name
-        (`common.model.network.lora`), which act as scale * B A. It stays over `swap`, `sleep` and
-        `wake`. Requests that run go on, with the new version from the next step on or, where a
-        server has it so, with the one that they began with: their tokens carry the version that
-        sampled them. Refused when it does not fit the model, or no more fit.
+        (`meshrl.common.model.network.lora`), which act as scale * B A. It stays over `swap`,
+        `sleep` and `wake`. Requests that run go on, with the new version from the next step on or,
+        where a server has it so, with the one that they began with: their tokens carry the version
+        that sampled them. Refused when it does not fit the model, or no more fit.
         """
 
     def quarantine(self) -> None:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.base.files.file_locks import lies_at, unheld
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files.file_locks import lies_at, unheld
 
 SHARED_MEMORY = Path("/dev/shm")
 IN_MEMORY = "meshrl-kv-"  # begins the names of what hosts keep there

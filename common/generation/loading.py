@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.generation.contract import Ints, SessionCache
+from meshrl.common.generation.contract import Ints, SessionCache
 
 CHUNK = 128  # tokens that are stored and loaded together: eight blocks (Cake's size)
 WORTH = 2 * CHUNK  # tokens from which a prefix is looked for or kept: less is computed in one step

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from common.base.errors import ConfigError
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint_files import EMBEDDING, UNEMBEDDING
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint_files import EMBEDDING, UNEMBEDDING
 
 if TYPE_CHECKING:
     from torch import Tensor  # the command line reads this module, and imports no torch

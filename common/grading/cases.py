@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.grading.suites import parsed
-from common.grading.support import Unsupported
+from meshrl.common.grading.suites import parsed
+from meshrl.common.grading.support import Unsupported
 
 DEPTH = 200  # nesting of one value; the same as in `jail/wire/plain.py`
 DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls

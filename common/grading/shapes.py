@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from common.grading import cases, suites
-from common.grading.cases import BadTests, CalledTests, Tests
+from meshrl.common.grading import cases, suites
+from meshrl.common.grading.cases import BadTests, CalledTests, Tests
 
 CLASS = "Solution"  # of LeetCode, whose methods are called
 CHECK = "def check("  # of HumanEval, which another function has to call

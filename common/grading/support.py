@@ -8,8 +8,8 @@ import ast
 import sys
 from collections.abc import Iterator
 
-from common.grading import suites
-from common.grading.suites import ANY
+from meshrl.common.grading import suites
+from meshrl.common.grading.suites import ANY
 
 _PYTEST = (
     "raises approx fixture mark param fail skip xfail importorskip warns deprecated_call "

@@ -7,8 +7,8 @@ import itertools
 import sys
 from collections.abc import Iterator
 
-from common.grading import suites
-from common.grading.suites import ANY, SOLUTION, Function, called
+from meshrl.common.grading import suites
+from meshrl.common.grading.suites import ANY, SOLUTION, Function, called
 
 # Of pytest itself; plugins bring further ones.
 _FIXTURES = (

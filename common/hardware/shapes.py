@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.config import ModelConfig
 
 HALF = 2  # bytes of a number in 16 bits
 

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from common.job.config import JobConfig
+from meshrl.common.job.config import JobConfig
 
 
 @dataclass(frozen=True)

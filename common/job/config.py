@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Interval, Le, MinLen
 
-from common.base.errors import ConfigError
-from common.base.files.at_url import is_url
-from common.base.hints import hints_of
-from common.job import builtin
-from common.job.constraints import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files.at_url import is_url
+from meshrl.common.base.hints import hints_of
+from meshrl.common.job import builtin
+from meshrl.common.job.constraints import (
     AlgorithmName,
     Count,
     Dtype,

@@ -1,8 +1,8 @@
-"""The types of a job file's values, with their ranges; `common.job.config` declares its keys by
-them.
+"""The types of a job file's values, with their ranges; `meshrl.common.job.config` declares its keys
+by them.
 
-Nothing is checked here. `common.job.schema` has pydantic hold a job file to them; services read
-jobs that were checked when they were submitted, and never import pydantic.
+Nothing is checked here. `meshrl.common.job.schema` has pydantic hold a job file to them; services
+read jobs that were checked when they were submitted, and never import pydantic.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-from common.job.config import AlgorithmConfig
+from meshrl.common.job.config import AlgorithmConfig
 
 # Largest weight of each correction, as its source has it; decoupled PPO has no bound.
 LARGEST = {"decoupled": math.inf, "tis": 2.0, "mis": 5.0}

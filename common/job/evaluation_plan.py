@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, fsum, isclose
 
-from common.job.config import EvaluationConfig, EvaluationDataset, JobConfig
+from meshrl.common.job.config import EvaluationConfig, EvaluationDataset, JobConfig
 
 HELD_OUT = "held_out"  # the set of dataset.held_out
 SAMPLED, GREEDY = f"{HELD_OUT}.sampled", f"{HELD_OUT}.greedy"

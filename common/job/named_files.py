@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.job.config import INITIAL, JobConfig
+from meshrl.common.job.config import INITIAL, JobConfig
 
 TOKENIZER = "model.tokenizer"
 DATASETS = ("dataset.", "evaluation.")  # how keys of files of rows begin

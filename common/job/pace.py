@@ -7,8 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from common.base.errors import ConfigError
-from common.hardware.profiles import Accelerator, declared
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.profiles import Accelerator, declared
 
 # Where t workers share a model, each layer gathers their parts twice, after attention and after its
 # MLP, for so long each, whatever t is; a chunk of prefill does, too (Libra's cost model, model.py).

@@ -18,10 +18,10 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from common.base.errors import ConfigError
-from common.base.hints import hints_of
-from common.job.config import JobConfig
-from common.job.constraints import Misfit
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.hints import hints_of
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.constraints import Misfit
 
 Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
 T = TypeVar("T")

@@ -12,12 +12,12 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any
 
-from common.base.digest import digest_of_file, uncounted
-from common.base.errors import BadMessage, Damaged, MeshError
-from common.base.files import damage
-from common.base.files.durable import sync, sync_tree
-from common.base.files.lines import row_of
-from common.base.files.sealed import read_sealed
+from meshrl.common.base.digest import digest_of_file, uncounted
+from meshrl.common.base.errors import BadMessage, Damaged, MeshError
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.durable import sync, sync_tree
+from meshrl.common.base.files.lines import row_of
+from meshrl.common.base.files.sealed import read_sealed
 
 NAME = re.compile(r"step-\d{3,}-\d{6,}-[0-9a-f]{8}")
 STATE = "state"  # below a checkpoint's directory: all that training depends on beside the weights

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from common.base.digest import DIGITS, digest_of_file
-from common.base.errors import Damaged, MeshError, NotFound
-from common.base.files import documents
-from common.base.files.at_url import AtUrl
-from common.base.files.sealed import sealed, unsealed
+from meshrl.common.base.digest import DIGITS, digest_of_file
+from meshrl.common.base.errors import Damaged, MeshError, NotFound
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.at_url import AtUrl
+from meshrl.common.base.files.sealed import sealed, unsealed
 
 FILE = "durable.json"  # in the mesh's directory: which copy is its own
 OWNER = "owner.json"

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
-from common.base.errors import BadMessage, Damaged, Refused, StorageFull
-from common.records import token_record
+from meshrl.common.base.errors import BadMessage, Damaged, Refused, StorageFull
+from meshrl.common.records import token_record
 
 if TYPE_CHECKING:
-    from common.base.files.append_file import AppendFile
-    from common.mesh.process.host import Host
+    from meshrl.common.base.files.append_file import AppendFile
+    from meshrl.common.mesh.process.host import Host
 
 MAGIC = b"MRLEDGR"
 FORMAT = 3  # version of the segments' format
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     """What a record says, and the fields of its payload."""
 
     OPEN = 1  # [group, member, prompt row, version, prompt ids]
-    TOKENS = 2  # TokenRows; see common.records.token_record
+    TOKENS = 2  # TokenRows; see meshrl.common.records.token_record
     TOOL = 3  # [trajectory, name, input, value]
     TURN = 4  # [trajectory, text]: the model's turn as the environment saw it
     APPEND = 5  # [trajectory, ids]

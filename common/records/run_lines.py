@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import STORE, KeepLines, Weights
-from common.base.errors import BadMessage, MeshError, StorageFull
-from common.base.files.append_file import AppendFile
-from common.base.files.lines import line_of
-from common.job.bundle.job_data import JobData
-from common.mesh.process.host import Host
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
+from meshrl.common.api.weights import STORE, KeepLines, Weights
+from meshrl.common.base.errors import BadMessage, MeshError, StorageFull
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.files.lines import line_of
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
 
 FILE_BYTES = 32 << 20  # twice that is what one file and the one before it take on the disk
 OLDER = ".older.jsonl"

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from common.base.errors import BadMessage
-from common.base.experts import NO_EXPERTS
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.experts import NO_EXPERTS
 
 FORMAT = 1
 _HEAD = struct.Struct("<6BH3Iq")

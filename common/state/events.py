@@ -9,9 +9,9 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.base.errors import HistoryLost
-from common.state.redis.client import State
-from common.state.redis.keys import EVENTS, MESH, TRIMMED
+from meshrl.common.base.errors import HistoryLost
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import EVENTS, MESH, TRIMMED
 
 PAGE = 1000  # events of one answer
 

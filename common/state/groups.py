@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.base.hints import hints_of
-from common.base.lineages import NATIVE
-from common.state.redis.client import State
-from common.state.redis.keys import job_prefix
+from meshrl.common.base.hints import hints_of
+from meshrl.common.base.lineages import NATIVE
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import job_prefix
 
 
 @dataclass(frozen=True)

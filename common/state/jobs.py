@@ -9,10 +9,10 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from common.base.errors import NotFound
-from common.base.hints import hints_of
-from common.state.redis.client import State
-from common.state.redis.keys import MESH, job_prefix
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.hints import hints_of
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH, job_prefix
 
 JOBS = f"{MESH}:jobs"
 COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")

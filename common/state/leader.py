@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
 
 
 async def campaign(state: State, election: str, owner: str, ttl_ms: int) -> int:

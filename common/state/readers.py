@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from common.base.errors import HistoryLost
-from common.state.jobs import COUNTS
-from common.state.redis.client import State
-from common.state.redis.keys import READERS
+from meshrl.common.base.errors import HistoryLost
+from meshrl.common.state.jobs import COUNTS
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import READERS
 
 KEEP_MS = 120_000  # what has just happened stays: a kernel writes a file's bytes to disk in 30 s
 GONE_MS = 3_600_000  # a full disk under a run is mended in less, or nobody looks after it

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.state.hosts.doors import Row
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
+from meshrl.common.state.hosts.doors import Row
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
 
 LEASE_MS = 6000
 # What a process says of itself once, when it registers.

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.state.groups import GroupRow, group_row
-from common.state.jobs import COUNTS, Phase, beginning, create
-from common.state.redis.client import State
-from common.state.redis.keys import job_prefix
+from meshrl.common.state.groups import GroupRow, group_row
+from meshrl.common.state.jobs import COUNTS, Phase, beginning, create
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
 # More than a lineage opens, and few enough that Lua, which writes numbers with 14 digits, never

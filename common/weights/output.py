@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from common.job.bundle.job_data import JobData
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import ModelWriter, by_layer
-from common.model.network.lora import is_adapter, merged, save_adapter
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import ModelWriter, by_layer
+from meshrl.common.model.network.lora import is_adapter, merged, save_adapter
 
 ADAPTER, BASE = "adapter", "base"
 

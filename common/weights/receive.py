@@ -1,9 +1,9 @@
 """Receives versions of weights: brings what a host lacks of one, and opens its image there.
 
 On the store's own host the chunk files are the store's; elsewhere those of the host's cache. A file
-is hashed once for all processes of a host (`common.weights.chunks.verified`), by the one that
-stores it. A file of which that is not on record, or not any more, is hashed by the first that maps
-it, while the others see to the next ones.
+is hashed once for all processes of a host (`meshrl.common.weights.chunks.verified`), by the one
+that stores it. A file of which that is not on record, or not any more, is hashed by the first that
+maps it, while the others see to the next ones.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from itertools import accumulate, takewhile
 
 import torch
 
-from common.api.weights import STORE, Examine, Fetch, Manifest, Weights
-from common.base.errors import Damaged, MeshError, NotFound, StorageFull
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.model.files.source import TensorSource
-from common.weights.bulk.port import BulkClient, ChunkStore
-from common.weights.chunks.chunks import locked
-from common.weights.delta.receiving import acknowledge
-from common.weights.layout.images import Image
-from common.weights.layout.manifest import Rows, understood
-from common.weights.store import host_chunks
-from common.weights.store.host_chunks import WantedVersion
-from common.weights.store.weight_store import get, store_entry
-from common.weights.ways.bringing import Bringing, PullPath
+from meshrl.common.api.weights import STORE, Examine, Fetch, Manifest, Weights
+from meshrl.common.base.errors import Damaged, MeshError, NotFound, StorageFull
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.model.files.source import TensorSource
+from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
+from meshrl.common.weights.chunks.chunks import locked
+from meshrl.common.weights.delta.receiving import acknowledge
+from meshrl.common.weights.layout.images import Image
+from meshrl.common.weights.layout.manifest import Rows, understood
+from meshrl.common.weights.store import host_chunks
+from meshrl.common.weights.store.host_chunks import WantedVersion
+from meshrl.common.weights.store.weight_store import get, store_entry
+from meshrl.common.weights.ways.bringing import Bringing, PullPath
 
 BATCH_BYTES = 256 << 20  # of chunks that are hashed in one go off the loop
 HASH_S = 120.0  # for these, from a disk that is slow

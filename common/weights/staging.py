@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from common.api.weights import STORE, Base, Manifest, Tensor, Weights
-from common.base.digest import digest_of
-from common.base.errors import BadMessage
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.mesh.runtime.serial_executor import looked_at
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.identity import Described, identity, merged
-from common.weights.layout.laying import Chunk, How, Laid, Laying, Part
-from common.weights.layout.manifest import check, packed
-from common.weights.store import host_chunks
-from common.weights.store.weight_store import put, store_entry
+from meshrl.common.api.weights import STORE, Base, Manifest, Tensor, Weights
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.identity import Described, identity, merged
+from meshrl.common.weights.layout.laying import Chunk, How, Laid, Laying, Part
+from meshrl.common.weights.layout.manifest import check, packed
+from meshrl.common.weights.store import host_chunks
+from meshrl.common.weights.store.weight_store import put, store_entry
 
 WRITTEN_AT_ONCE = 2  # chunks: one is hashed while another waits for the disk
 UNWRITTEN = 4  # chunks that may be in memory before who lays more has to wait

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backends.declined import Declined
-from kernels.backends.launch import Launchers
-from kernels.build import SOURCES, alone, folder
+from meshrl.kernels.backends.declined import Declined
+from meshrl.kernels.backends.launch import Launchers
+from meshrl.kernels.build import SOURCES, alone, folder
 
 CUDA_SOURCES = tuple(SOURCES / name for name in ("bucket.cu", "paged_decode.cu"))
 NVCC_FLAGS = ("-O3", "-std=c++20")
@@ -63,7 +63,7 @@ def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor
 
 def _triton() -> ModuleType:
     try:
-        from kernels.backends import triton_kernels
+        from meshrl.kernels.backends import triton_kernels
     except ImportError as error:
         raise Declined(f"no Triton: {error}") from error
     return triton_kernels

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.backends.declined import Declined, narrow, need_contiguous
-from kernels.backends.layout import BLOCK
+from meshrl.kernels.backends.declined import Declined, narrow, need_contiguous
+from meshrl.kernels.backends.layout import BLOCK
 
 WIDTHS = (32, 64, 128)  # head widths that paged_decode.cu is compiled for
 WIDEST = 1024  # head that paged_write takes: a thread for each feature

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.backends.declined import Declined, narrow, need_contiguous
-from kernels.build import library
+from meshrl.kernels.backends.declined import Declined, narrow, need_contiguous
+from meshrl.kernels.build import library
 
 # As in csrc/paged.h.
 NO_MEMORY, OUT_OF_RANGE = 1, 2

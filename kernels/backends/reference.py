@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kernels.backends.layout import BLOCK, unpacked
+from meshrl.kernels.backends.layout import BLOCK, unpacked
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:

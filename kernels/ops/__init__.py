@@ -14,9 +14,9 @@ are for inference: none has a gradient. On a GPU launches depend on shapes alone
 graph may hold them, and an index out of range is a device-side assertion instead of an IndexError.
 """
 
-from kernels.backends.layout import BLOCK, cache_shapes
-from kernels.ops.dispatch import can_be_captured
-from kernels.ops.operators import (
+from meshrl.kernels.backends.layout import BLOCK, cache_shapes
+from meshrl.kernels.ops.dispatch import can_be_captured
+from meshrl.kernels.ops.operators import (
     bucket_pack,
     bucket_scatter,
     paged_decode,

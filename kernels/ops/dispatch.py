@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from kernels.backends import native, reference
-from kernels.backends.declined import Declined
+from meshrl.kernels.backends import native, reference
+from meshrl.kernels.backends.declined import Declined
 
 
 def operator(
@@ -68,7 +68,7 @@ def can_be_captured() -> bool:
 
 
 def _cuda() -> ModuleType:
-    from kernels.backends import cuda
+    from meshrl.kernels.backends import cuda
 
     return cuda
 

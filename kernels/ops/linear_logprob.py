@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.absent import Ranges, hide
+from meshrl.kernels.absent import Ranges, hide
 
 # Logits that exist at once: those of a CPU fit its cache, those of a GPU keep it busy.
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 27}

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.layout import check_cache
-from kernels.ops.dispatch import operator
+from meshrl.kernels.backends.layout import check_cache
+from meshrl.kernels.ops.dispatch import operator
 
 
 @operator(lambda rows, index: rows.new_empty(index.shape[0], *rows.shape[1:]))

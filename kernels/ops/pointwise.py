@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.build import library
-from kernels.ops.dispatch import notice
+from meshrl.kernels.build import library
+from meshrl.kernels.ops.dispatch import notice
 
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SWIGLU = [SIZE, SIZE, POINTER]  # rows, size, result

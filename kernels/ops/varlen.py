@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.backends.declined import Declined
-from kernels.build import library
-from kernels.ops.dispatch import notice
+from meshrl.kernels.backends.declined import Declined
+from meshrl.kernels.build import library
+from meshrl.kernels.ops.dispatch import notice
 
 POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # starts, sequences, tokens, heads, kv_heads, width, window, scale

@@ -5,8 +5,9 @@
 Both ends are processes of this host, over loopback, and the chunk is in the page cache; nobody
 looks at what arrives. Per way, medians of rounds in rotating order: `mb_per_s`, and `cpu_s_per_gb`
 of both ends together, as processes count it. `plain` is sent by sendfile; `aes` and `chacha` are
-the frames of `common.weights.bulk.channel`; `tls` sends pieces of 256 KiB in records of 16 KiB,
-with TLS_AES_256_GCM_SHA384. `ratio_*`: CPU over that of `plain`, round by round. `handshake_ms_*`:
+the frames of `meshrl.common.weights.bulk.channel`; `tls` sends pieces of 256 KiB in records of 16
+KiB, with TLS_AES_256_GCM_SHA384. `ratio_*`: CPU over that of `plain`, round by round.
+`handshake_ms_*`:
 to connect and prove keys, by key pairs (`keys`) and by TLS with a certificate on one side.
 
 With `--gib`, a sparse file of so many GiB is put by parts into a store and fetched into another
@@ -36,19 +37,19 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from common.mesh.process.host import SystemHost
-from common.mesh.transport.keys import ProcessKeys
-from common.weights.bulk.channel import FRAME_BYTES, PIECE_BYTES
-from common.weights.bulk.doors import KeyDoor
-from common.weights.bulk.server import BulkServer
-from common.weights.bulk.session import BulkSession
-from common.weights.bulk.transfer import Transfer
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.chunks.partial import Partial
-from common.weights.handshakes.handshake import SUITES, ClientHandshake
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.processes import cpu_s, served
 from loadtests.measuring.rounds import ratio, rotated
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.transport.keys import ProcessKeys
+from meshrl.common.weights.bulk.channel import FRAME_BYTES, PIECE_BYTES
+from meshrl.common.weights.bulk.doors import KeyDoor
+from meshrl.common.weights.bulk.server import BulkServer
+from meshrl.common.weights.bulk.session import BulkSession
+from meshrl.common.weights.bulk.transfer import Transfer
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.chunks.partial import Partial
+from meshrl.common.weights.handshakes.handshake import SUITES, ClientHandshake
 
 AES, CHACHA = SUITES
 WAYS = ("plain", "aes", "chacha", "tls")

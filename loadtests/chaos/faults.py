@@ -20,15 +20,15 @@ from typing import Any
 
 import psutil
 
-from common.base.errors import MeshError
-from common.state import jobs
-from common.state.redis.client import State
 from loadtests.chaos.verdict import Report, summary_in, verdict
 from loadtests.damage.files import KINDS, LAUNCHER
 from loadtests.damage.harms import harm
 from loadtests.measuring.commands import meshrl
 from loadtests.measuring.entry import tell
 from loadtests.measuring.meshed import living
+from meshrl.common.base.errors import MeshError
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import State
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
@@ -42,7 +42,7 @@ UP_S = 120.0
 UNREGISTERED = {
     "redis-server": "redis",
     "valkey": "redis",
-    "module:common.mesh.process.forking.nursery": "nursery",
+    "module:meshrl.common.mesh.process.forking.nursery": "nursery",
 }
 WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
 

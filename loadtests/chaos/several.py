@@ -12,13 +12,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError
-from common.state import jobs
 from loadtests.chaos.faults import RUN_S, Chaos
 from loadtests.chaos.verdict import verdict
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.measuring.entry import tell
 from meshrl.client.client import Client
+from meshrl.common.base.errors import MeshError
+from meshrl.common.state import jobs
 
 WORKERS = 2  # for each job
 AGAIN_S = 1.0  # between two questions to a mesh that may be without Redis

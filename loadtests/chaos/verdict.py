@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.state import jobs
+from meshrl.common.state import jobs
 
 NAMED_S = 30.0  # by when a stop that holds somebody up must be named
 LEARNT = 0.85  # held-out accuracy that each job must reach

@@ -22,9 +22,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from common.base.errors import ConfigError
 from loadtests.chat_templates.comparing import OUTCOMES, compared, directory_of
 from loadtests.measuring.entry import report
+from meshrl.common.base.errors import ConfigError
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from common.model.chat.chat import Chat, ChatBroken
-from common.model.chat.messages import Message
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.model.chat.chat import Chat, ChatBroken
+from meshrl.common.model.chat.messages import Message
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}  # where the template writes none of its own
 ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "</s>", "<|return|>")

@@ -7,17 +7,17 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from loadtests.conformance.rows import Row
-from services.sandbox.grading.code.grading import Grading
-from services.sandbox.grading.code.real_pytest import Suites
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.outcomes import Answer
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.grading.code.real_pytest import Suites
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.outcomes import Answer
 
 Answers = dict[tuple[str, str], Answer]  # by row and solution
 

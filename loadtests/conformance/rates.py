@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from common.api.sandbox import OK, UNSUPPORTED
 from loadtests.conformance.graded import Answers
 from loadtests.conformance.judge import Verdicts
 from loadtests.conformance.rows import RIGHT, WRONG, Row
+from meshrl.common.api.sandbox import OK, UNSUPPORTED
 
 SAME = 1e-9  # shares of tests are small fractions
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.api.transfer.bulk import GROUPS
 from loadtests.damage.harms import HARMS
+from meshrl.common.api.transfer.bulk import GROUPS
 
 DIGEST = re.compile(rb"[0-9a-f]{64}")
 LAUNCHER = "launcher"  # reads what only a resume reads

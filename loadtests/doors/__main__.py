@@ -23,15 +23,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError
-from common.base.host.settings import MeshSettings
-from common.mesh.process.entry.child import PRIVATE
-from common.state import jobs
-from common.state.redis.client import State
 from loadtests.chaos.verdict import summary_in
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
 from loadtests.measuring.entry import options, report
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.entry.child import PRIVATE
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 
 UP_S = 240.0  # until the job trains

@@ -15,13 +15,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import numpy as np
 import zmq
 
-import common.api
-from common.api.calls.interface import Cast, Interface, Method
-from common.base.encoding.messages import encode
-from common.mesh.transport.address import endpoint_of, key_of
-from common.mesh.transport.pump import LENGTH_BYTES
-from common.mesh.wire.frames import CALL, CAST, pack_header
+import meshrl.common.api
 from loadtests.doors.plan import ANSWERED, REFUSED, Plan, Process, Tried
+from meshrl.common.api.calls.interface import Cast, Interface, Method
+from meshrl.common.base.encoding.messages import encode
+from meshrl.common.mesh.transport.address import endpoint_of, key_of
+from meshrl.common.mesh.transport.pump import LENGTH_BYTES
+from meshrl.common.mesh.wire.frames import CALL, CAST, pack_header
 
 WAIT_S = 4.0  # for all answers, after everything is sent
 DEADLINE_MS = 5_000
@@ -31,7 +31,7 @@ TOLD = 400
 @cache
 def methods() -> list[Method[Any]]:
     """Those of all interfaces that services declare."""
-    for module in pkgutil.walk_packages(common.api.__path__, "common.api."):
+    for module in pkgutil.walk_packages(meshrl.common.api.__path__, "meshrl.common.api."):
         importlib.import_module(module.name)
     found: dict[str, Method[Any]] = {}
     for interface in _below(Interface):

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from common.base.host.settings import MeshSettings
 from loadtests.doors.plan import Plan, Port, Process
 from loadtests.measuring.meshed import living
+from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.leftovers import belonging_to
 

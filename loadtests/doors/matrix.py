@@ -25,34 +25,34 @@ from typing import Any
 import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from common.api.calls.callers import CALLERS, ROLES
-from common.api.calls.interface import Interface, Method
-from common.api.calls.role import Resting
-from common.api.engine import Engine
-from common.api.node import Node, Worker
-from common.api.ranks import Ranks
-from common.api.sandbox import Sandbox
-from common.api.scoring import Scoring
-from common.api.trainer import Trainer
-from common.api.weights import STORE, Weights
-from common.base.errors import NotAllowed, StaleIncarnation
-from common.base.host.settings import MeshSettings
-from common.job.bundle import bundle_files
-from common.mesh.access import identity
-from common.mesh.access.owner import PERSON, person_settings
-from common.mesh.transport.address import bulk_key_text, endpoint_of, key_of, key_text
-from common.mesh.transport.keys import KeyPair
-from common.mesh.transport.pump import LENGTH_BYTES
-from common.mesh.wire.frames import unpack_error, unpack_header
-from common.state import jobs, registry
-from common.state.hosts import doors
-from common.state.hosts.doors import Row
-from common.state.redis.client import State
-from common.state.registry import Entry
 from loadtests.doors.calls import call_all, framed, methods
 from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
 from loadtests.doors.planting import LARGEST_BYTES, Planting, plant
 from loadtests.doors.stranger import SAID, THREADS, at_port
+from meshrl.common.api.calls.callers import CALLERS, ROLES
+from meshrl.common.api.calls.interface import Interface, Method
+from meshrl.common.api.calls.role import Resting
+from meshrl.common.api.engine import Engine
+from meshrl.common.api.node import Node, Worker
+from meshrl.common.api.ranks import Ranks
+from meshrl.common.api.sandbox import Sandbox
+from meshrl.common.api.scoring import Scoring
+from meshrl.common.api.trainer import Trainer
+from meshrl.common.api.weights import STORE, Weights
+from meshrl.common.base.errors import NotAllowed, StaleIncarnation
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.access import identity
+from meshrl.common.mesh.access.owner import PERSON, person_settings
+from meshrl.common.mesh.transport.address import bulk_key_text, endpoint_of, key_of, key_text
+from meshrl.common.mesh.transport.keys import KeyPair
+from meshrl.common.mesh.transport.pump import LENGTH_BYTES
+from meshrl.common.mesh.wire.frames import unpack_error, unpack_header
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.hosts.doors import Row
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry
 from meshrl.directory.places import MeshPlace
 
 # What processes of a role answer; the others answer nothing.

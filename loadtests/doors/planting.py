@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from common.api.transfer.bulk import PUBLISHED, SPACES
-from common.base.digest import digest_of
-from common.base.errors import MeshError, NotFound
-from common.mesh.transport.address import bulk_key_of
-from common.state.registry import Entry
-from common.weights.bulk.session import PUT, BulkSession
-from common.weights.handshakes.handshake import ClientHandshake
+from meshrl.common.api.transfer.bulk import PUBLISHED, SPACES
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import MeshError, NotFound
+from meshrl.common.mesh.transport.address import bulk_key_of
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.session import PUT, BulkSession
+from meshrl.common.weights.handshakes.handshake import ClientHandshake
 
 DEADLINE_S = 30.0
 LARGEST_BYTES = 1 << 20  # of a file that is tried

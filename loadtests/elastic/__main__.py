@@ -29,8 +29,8 @@ from loadtests.elastic.figures import figures, good, moved
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, run
-from sim.drift import Drift
-from sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.workload import PacedWorkload
 
 WORKERS = 6
 MOST = 120  # tokens of a completion

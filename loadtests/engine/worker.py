@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.generation.builtin.build import TorchEngine, build
-from common.generation.contract import Request
-from common.model.files.rows import load_model
 from loadtests.measuring.entry import options
+from meshrl.common.generation.builtin.build import TorchEngine, build
+from meshrl.common.generation.contract import Request
+from meshrl.common.model.files.rows import load_model
 
 SLOTS = 64
 STEPS = 8  # of a call, as an engine process flushes

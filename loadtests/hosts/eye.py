@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError
-from common.state import leader, registry
-from common.state.redis.client import State
 from loadtests.jobs.mesh import workers_by_job
 from loadtests.measuring.entry import tell
+from meshrl.common.base.errors import MeshError
+from meshrl.common.state import leader, registry
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.snapshot import read_writable
 from meshrl.view.mesh.stalled import diagnose

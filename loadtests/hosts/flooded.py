@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 import psutil
 
-from common.mesh.process.peers import listeners
 from loadtests.hosts.arms import further, training
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
@@ -16,6 +15,7 @@ from loadtests.hosts.plan import Plan
 from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.init import HOME
+from meshrl.common.mesh.process.peers import listeners
 
 STRANGER = 2  # number of the host that floods
 WAVES = 4  # the first fills what is filled once

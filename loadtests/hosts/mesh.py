@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.state.jobs import ENDED
 from loadtests.hosts.eye import Look
 from loadtests.measuring.host import MOST_CORES, HostMeter
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import Hosts
 from loadtests.namespaces.init import HOME
+from meshrl.common.state.jobs import ENDED
 
 ROOT = f"{HOME}/m"  # of the mesh, on each host
 TOKEN = f"{HOME}/join.token"

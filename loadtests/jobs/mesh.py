@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError
-from common.state import events, registry
-from common.state.events import Event
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Gang
-from common.state.redis.client import State
 from loadtests.measuring.commands import meshrl
 from loadtests.measuring.host import MOST_CORES, HostMeter
 from loadtests.measuring.meter import Meter
 from meshrl.client.client import Client, JobHandle
+from meshrl.common.base.errors import MeshError
+from meshrl.common.state import events, registry
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Gang
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, read_json
 
 LOOK_S = 0.25  # between two looks at what processes have published

@@ -7,12 +7,12 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from common.state.events import Event
-from common.state.pool.store import store as pool
 from loadtests.jobs.mesh import LOOK_S, RunningMesh, Seen, mesh_up
 from loadtests.jobs.plan import Plan
 from loadtests.jobs.sharing import FOREVER, SETTLED_S, settled
 from loadtests.measuring.rounds import Arm
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store import store as pool
 
 WORKERS = 4
 BEFORE_S = 10.0  # the others' rate is measured over as long before a move,

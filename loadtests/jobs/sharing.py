@@ -9,11 +9,11 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Tier
 from loadtests.jobs.mesh import LOOK_S, RunningMesh, mesh_up
 from loadtests.jobs.plan import Plan
 from loadtests.measuring.rounds import Arm
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Tier
 
 FLOOR = 2  # workers of a calculator job: an engine and a core
 SHARED = 8  # workers that two jobs share

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.builtin.schedule import Schedule
-from common.generation.contract import Request
-from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, LoadOnly, Scene, scene
 from loadtests.measuring.rounds import ratio
+from meshrl.common.generation.builtin.schedule import Schedule
+from meshrl.common.generation.contract import Request
+from meshrl.common.generation.loading import CHUNK
 
 LONG, SHORT = 16384, 22  # tokens of the one, and how many others there are: Cake's
 LENGTHS, NEW = (32, 448), 48  # tokens of theirs, and that each generates

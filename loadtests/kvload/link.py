@@ -12,20 +12,20 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.generation.loading import Loading, Sought
-from common.mesh.runtime.mesh import Mesh
-from common.state import registry
-from common.state.registry import Entry
-from common.weights.bulk.port import serve
 from loadtests.kvload.scene import LATE, WEIGHTS, LoadOnly, Scene, raised, scene
 from loadtests.measuring.unrenewed import FOREVER_S, own_keys, unrenewed
-from services.engine.kv.host_cache import HostCache
-from services.engine.kv.loader import Came
-from services.engine.kv.peers import Peers
-from services.engine.kv.shelf import KVTier
-from services.engine.service import EngineService
-from sim.engines.simulated import SimulatedEngine
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.generation.loading import Loading, Sought
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import registry
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.port import serve
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.loader import Came
+from meshrl.services.engine.kv.peers import Peers
+from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.services.engine.service import EngineService
+from meshrl.sim.engines.simulated import SimulatedEngine
 
 JOB, SECRET = "kvload", "5c" * 32
 BEGIN_S = 60.0

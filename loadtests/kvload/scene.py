@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.base.clock import SystemClock
-from common.generation.builtin.build import TorchEngine, build
-from common.generation.contract import Request
-from common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Sought
-from common.model.architecture.config import ModelConfig
 from loadtests.measuring.models import Tensors, drawn, shape
-from services.engine.kv.chunk_files import ChunkFiles, ChunkHead, domain_of, names_of
-from services.engine.kv.host_cache import HostCache
-from services.engine.kv.shelf import KVTier
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.generation.builtin.build import TorchEngine, build
+from meshrl.common.generation.contract import Request
+from meshrl.common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Sought
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.services.engine.kv.chunk_files import ChunkFiles, ChunkHead, domain_of, names_of
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.shelf import KVTier
 
 VOCAB = 2048  # tokens of prompts
 WEIGHTS = "the only version"

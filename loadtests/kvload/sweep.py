@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.builtin.schedule import PREFILL_TOKENS
-from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
 from loadtests.measuring.rounds import rotated
+from meshrl.common.generation.builtin.schedule import PREFILL_TOKENS
+from meshrl.common.generation.loading import CHUNK
 
 BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end
 MATCHED = 1.0

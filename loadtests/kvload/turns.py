@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.contract import NO_SESSION, Request
-from common.generation.loading import CHUNK
 from loadtests.kvload.scene import VOCAB, Scene, scene
 from loadtests.measuring.rounds import ratio, ratios, rotated
+from meshrl.common.generation.contract import NO_SESSION, Request
+from meshrl.common.generation.loading import CHUNK
 
 SESSIONS, TURNS = 6, 4
 PROMPT, ANSWER, TOOL = 2048, 12, 64  # tokens

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
 
-from services.planner.layouts.allocation import Timed
-from services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.allocation import Timed
+from meshrl.services.planner.layouts.nodes import LayoutNode
 
 Cost = Callable[[int, frozenset[int]], float]  # of a server and the groups that it serves
 

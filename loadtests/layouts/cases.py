@@ -6,14 +6,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.hardware.profiles import declared
-from common.hardware.shapes import ModelShape
-from services.planner.costs.rollout import EngineGang
-from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
-from services.planner.layouts.allocation import Timed
-from services.planner.layouts.grouping import LengthGroup, alike, by_length, together
-from services.planner.layouts.nodes import LayoutNode
-from services.planner.layouts.serving import GangServer, Served
+from meshrl.common.hardware.profiles import declared
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.services.planner.costs.rollout import EngineGang
+from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork, step_s
+from meshrl.services.planner.layouts.allocation import Timed
+from meshrl.services.planner.layouts.grouping import LengthGroup, alike, by_length, together
+from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.serving import GangServer, Served
 
 QWEN_14B = ModelShape(40, 5120, 40, 8, 128, 14.8e9, 14.8e9)  # Qwen3-14B
 QWEN_30B_A3B = ModelShape(48, 2048, 32, 4, 128, 30.5e9, 3.3e9, 128, 8)  # Qwen3-30B-A3B

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from loadtests.layouts.cases import serves_s
-from services.planner.costs.rollout import FRAGMENTED, REDUCES, SLOTS, WORKSPACE, EngineGang
-from services.planner.layouts.grouping import LengthGroup
-from services.planner.layouts.serving import GangServer
+from meshrl.services.planner.costs.rollout import FRAGMENTED, REDUCES, SLOTS, WORKSPACE, EngineGang
+from meshrl.services.planner.layouts.grouping import LengthGroup
+from meshrl.services.planner.layouts.serving import GangServer
 
 INSTANCES, LAYOUTS = 32, 500  # of which it looks at no more
 

@@ -163,8 +163,8 @@ class Engines:
 
 def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:
     """Trajectories of the ledger beside what an engine makes of their prompts alone."""
-    from common.records.ledger import group_of
     from loadtests.ledger.shard import GROUP
+    from meshrl.common.records.ledger import group_of
 
     expected = np.load(undisturbed)
     exact = 0

@@ -22,9 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from common.generation.contract import Request, TokenEngine
-from common.job.pace import profile
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
 from loadtests.ledger.traffic import (
     GREEDY_NEW,
     LENGTH_MEDIAN,
@@ -36,10 +33,13 @@ from loadtests.ledger.traffic import (
     greedy_prompt,
 )
 from loadtests.measuring.entry import options
-from services.engine.running import SWITCH_S, ThreadDriver
-from services.engine.service import EngineService
-from services.engine.stepping.emulation import EmulatedSteps
-from sim.engines.simulated import SimulatedEngine
+from meshrl.common.generation.contract import Request, TokenEngine
+from meshrl.common.job.pace import profile
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.services.engine.running import SWITCH_S, ThreadDriver
+from meshrl.services.engine.service import EngineService
+from meshrl.services.engine.stepping.emulation import EmulatedSteps
+from meshrl.sim.engines.simulated import SimulatedEngine
 
 PACE = "10/32/20000"  # of the native engine: 100 tokens/s for each request
 ASKED = struct.Struct("<qqq")  # monotonic ns, trajectory, tokens of its context
@@ -102,8 +102,8 @@ def tiny() -> TokenEngine:
     """The same weights in every process."""
     import torch
 
-    from common.generation.builtin.build import build
     from loadtests.measuring.models import drawn, shape
+    from meshrl.common.generation.builtin.build import build
 
     torch.set_num_threads(1)
     config = shape(64, 2, 128, 512, (4, 2), max_positions=1024)

@@ -21,14 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from common.api.engine import Finish, Sampling
-from common.base.errors import MeshError, ToolFailed
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.records.ledger import Kind, read, trajectory_id
-from common.records.token_record import TokenRows
-from common.state import jobs, registry
 from loadtests.ledger.traffic import (
     GREEDY_NEW,
     GREEDY_PROMPT,
@@ -39,12 +31,20 @@ from loadtests.ledger.traffic import (
     greedy_prompt,
 )
 from loadtests.measuring.entry import options
-from services.rollout.record.group_commit import GroupCommit
-from services.rollout.record.shard_ledger import ShardLedger
-from services.rollout.routing.engine_link import SeenEngine
-from services.rollout.routing.router import Router
-from services.rollout.routing.stay import Stay
-from services.rollout.trajectories.trajectory import Ending, Restored, Trajectory, Turn
+from meshrl.common.api.engine import Finish, Sampling
+from meshrl.common.base.errors import MeshError, ToolFailed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.records.ledger import Kind, read, trajectory_id
+from meshrl.common.records.token_record import TokenRows
+from meshrl.common.state import jobs, registry
+from meshrl.services.rollout.record.group_commit import GroupCommit
+from meshrl.services.rollout.record.shard_ledger import ShardLedger
+from meshrl.services.rollout.routing.engine_link import SeenEngine
+from meshrl.services.rollout.routing.router import Router
+from meshrl.services.rollout.routing.stay import Stay
+from meshrl.services.rollout.trajectories.trajectory import Ending, Restored, Trajectory, Turn
 
 JOB = "ledger-load"
 GROUP = 8  # trajectories of a prompt

@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError
-from common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
-from common.mesh.runtime.calls.actor import Actor
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.state import registry
-from common.state.redis.client import State
-from common.state.redis.embedded import command
 from loadtests.measuring.processes import environment
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
+from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.embedded import command
 
 START_S = 120.0  # native code may have to be compiled
 STOP_S = 20.0

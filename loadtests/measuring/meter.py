@@ -52,16 +52,16 @@ def kind_of(process: psutil.Process) -> str:
     """engine, trainer, rollout, environment, sandbox, ... by what it runs."""
     line = " ".join(process.cmdline())
     for mark, kind in (
-        ("common.mesh.process.forking.nursery", NURSERY),
-        ("services.engine", "engine"),
-        ("services.trainer", "trainer"),
-        ("services.environment", "environment"),
+        ("meshrl.common.mesh.process.forking.nursery", NURSERY),
+        ("meshrl.services.engine", "engine"),
+        ("meshrl.services.trainer", "trainer"),
+        ("meshrl.services.environment", "environment"),
         ("environment/verifying/boot.py", "environment"),
-        ("services.rollout", "rollout"),
-        ("services.sandbox", "sandbox"),
-        ("services.planner", "planner"),
-        ("services.weights", "weights"),
-        ("services.node", "node"),
+        ("meshrl.services.rollout", "rollout"),
+        ("meshrl.services.sandbox", "sandbox"),
+        ("meshrl.services.planner", "planner"),
+        ("meshrl.services.weights", "weights"),
+        ("meshrl.services.node", "node"),
         ("redis", "redis"),
         ("valkey", "redis"),
     ):

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.state import events, jobs
-from common.state.redis.client import State
 from loadtests.measuring.meter import Meter
 from loadtests.measuring.processes import environment
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis.client import State
 from meshrl.view.recording.recorded import read_events
 
 LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more

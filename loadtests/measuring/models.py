@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.api.engine import Sampling, Submit
-from common.generation.contract import TokenEngine
-from common.mesh.runtime.mesh import Mesh
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from services.engine.running import SWITCH_S, ThreadDriver
-from services.engine.service import EngineService
-from services.engine.stepping.emulation import EmulatedSteps
+from meshrl.common.api.engine import Sampling, Submit
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.engine.running import SWITCH_S, ThreadDriver
+from meshrl.services.engine.service import EngineService
+from meshrl.services.engine.stepping.emulation import EmulatedSteps
 
 Tensors = dict[str, torch.Tensor]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams, Terms
-from common.mesh.transport.keys import Keys, ProcessKeys
-from common.mesh.transport.zmq import ZmqTransport
-from common.state import registry
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.mesh.transport.keys import Keys, ProcessKeys
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state import registry
+from meshrl.sim.redis.state import simulated_state
 
 FOREVER_S = 3600.0  # lease length
 

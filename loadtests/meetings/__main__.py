@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.api.ranks import Meeting
-from common.weights.ways.meeting import listen, place_of
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.processes import forked
 from loadtests.measuring.rounds import quartiles, ratio
-from services.trainer.ranks.rank import join_group, leave_group
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.weights.ways.meeting import listen, place_of
+from meshrl.services.trainer.ranks.rank import join_group, leave_group
 
 WITHIN_S = 60.0
 ARMS = ("file", "store")

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import save_model
-from common.model.network.decoder import Decoder
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.network.decoder import Decoder
 
 POSITIONS = 256
 LETTERS = "0123456789+= abcdefghijklmnopqrstuvwxyz.#$"

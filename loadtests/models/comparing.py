@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.base.errors import MeshError
-from common.generation.builtin.build import build
-from common.generation.contract import Request
-from common.model.architecture.config import ModelConfig
-from common.model.files.rows import load_model
-from common.model.network.decoder import Decoder
-from kernels.ops.varlen import VarlenAttention
 from loadtests.models.changed import change
 from loadtests.models.drawn import CLASSES, VOCABULARY, drawn
-from services.trainer.models.forward import fuse
+from meshrl.common.base.errors import MeshError
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.generation.contract import Request
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.kernels.ops.varlen import VarlenAttention
+from meshrl.services.trainer.models.forward import fuse
 
 TOLERANCE = 1e-4  # nats
 SHORT, LONG = 96, 2048  # tokens

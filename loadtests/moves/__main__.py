@@ -24,16 +24,16 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from common.api.engine import Attach, CacheMove, CacheMoved, Engine
-from common.generation.builtin.build import build
-from common.mesh.runtime.mesh import Mesh
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.models import drawn, shape, submission
 from loadtests.measuring.models import serve as serving
 from loadtests.measuring.processes import served
 from loadtests.measuring.rounds import rotated
 from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
-from services.engine.kv import moves as cache_moves
+from meshrl.common.api.engine import Attach, CacheMove, CacheMoved, Engine
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.engine.kv import moves as cache_moves
 
 SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/job/0"
 SLOTS, LENGTH = 4, 8448

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from common.job.bundle.job_data import JobData
-from common.state import jobs
-from common.state.redis.client import State
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.meter import Meter
 from loadtests.measuring.metered import all_events, started
 from loadtests.plain.loop import Job, run_plain, warmed_up
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import State
 from meshrl.job import bundle, jobfile
-from services.trainer.initial import warm_start
-from services.trainer.initial.beginning import cache_key, sources
+from meshrl.services.trainer.initial import warm_start
+from meshrl.services.trainer.initial.beginning import cache_key, sources
 
 LOOK_S = 0.05
 RUN_S = 900.0

@@ -10,9 +10,9 @@ import random
 from pathlib import Path
 from statistics import NormalDist
 
-from common.model.tokens.tokenizer import character_tokenizer
-from sim.mesh.job.job import CHARACTERS
-from sim.mesh.job.workload import AHEAD, PacedWorkload
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.sim.mesh.job.job import CHARACTERS
+from meshrl.sim.mesh.job.workload import AHEAD, PacedWorkload
 
 PROMPT = 2  # tokens of a row's
 ENGINE_SLOTS = 256

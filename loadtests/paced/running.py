@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError
-from common.state import registry
-from common.state.events import Event
-from common.state.pool.store.explained import PLANNED
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.paced.job import write
 from loadtests.regret.figures import judgement
-from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.paced import rl_s
+from meshrl.common.base.errors import MeshError
+from meshrl.common.state import registry
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import PLANNED
+from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.mesh.paced import rl_s
 
 JOB = "paced"
 PLANNER = "planner"  # kind of the processes that decide

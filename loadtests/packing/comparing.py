@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from kernels.cost import BinCost
-from kernels.packing import Round, RoundPacker, makespan, pack_rounds
 from loadtests.measuring.entry import flat
 from loadtests.packing.peers import PEERS
-from services.trainer.bins.packing import Bin, Sequence, make_bins
-from services.trainer.models.forward import forward, fuse
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.kernels.cost import BinCost
+from meshrl.kernels.packing import Round, RoundPacker, makespan, pack_rounds
+from meshrl.services.trainer.bins.packing import Bin, Sequence, make_bins
+from meshrl.services.trainer.models.forward import forward, fuse
 from tests.attention import causal_attention
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"

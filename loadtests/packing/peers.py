@@ -9,8 +9,8 @@ from heapq import heapify, heappop, heappush
 from itertools import cycle
 from typing import NamedTuple
 
-from kernels.cost import BinCost
-from kernels.packing import Round
+from meshrl.kernels.cost import BinCost
+from meshrl.kernels.packing import Round
 
 Lengths = list[int]
 Peer = Callable[[Lengths, int, int, BinCost], list[Round]]

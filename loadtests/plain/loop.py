@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import jobfile
-from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.optimizers import lr_factor
-from services.trainer.bins.packing import Sequence, make_bins
-from services.trainer.initial.warm_start import DemonstrationLimits, pieces
+from meshrl.services.trainer.algorithms import algorithm
+from meshrl.services.trainer.arithmetic.learner import Learner, add
+from meshrl.services.trainer.arithmetic.optimizers import lr_factor
+from meshrl.services.trainer.bins.packing import Sequence, make_bins
+from meshrl.services.trainer.initial.warm_start import DemonstrationLimits, pieces
 
 SLOTS = 64  # sequences that decode together: more cost this loop more, since it waits for the last
 NARROWEST = 32  # places of the cache that a step looks at, at least; widths are multiples of it

@@ -24,17 +24,17 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from common.hardware.profiles import declared
 from loadtests.layouts import brute, released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, serves_s, small
 from loadtests.measuring.entry import options, report
-from services.planner.costs.rollout import EngineGang
-from services.planner.costs.training import TrainingWork
-from services.planner.layouts.allocation import NO_TRAINING, LayoutPlan, allocate
-from services.planner.layouts.grouping import LengthGroup, groups_for, quantiles
-from services.planner.layouts.nodes import LayoutNode
-from services.planner.layouts.serving import GangServer, Served
-from sim.cluster.ways import Trainable, TrainingWays
+from meshrl.common.hardware.profiles import declared
+from meshrl.services.planner.costs.rollout import EngineGang
+from meshrl.services.planner.costs.training import TrainingWork
+from meshrl.services.planner.layouts.allocation import NO_TRAINING, LayoutPlan, allocate
+from meshrl.services.planner.layouts.grouping import LengthGroup, groups_for, quantiles
+from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.serving import GangServer, Served
+from meshrl.sim.cluster.ways import Trainable, TrainingWays
 
 KINDS = ("A800", "H100")
 REQUESTS = 4096

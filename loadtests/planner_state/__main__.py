@@ -35,25 +35,25 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.job.config import JobConfig
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.calls.actor import Actor
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams
-from common.state import jobs, leader, registry
-from common.state.pool.placing.decisions import Decision, Form, Place, Why
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Doing, Report, Resident, Role, Tier, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
-from common.state.redis.client import State
 from loadtests.measuring.entry import options
 from loadtests.measuring.meshed import redis as served
-from services.node.job_services import LOOK_S as AGENT_LOOK_S
-from services.node.worker import LOOK_S
-from services.planner.planner import Planner
-from sim.network import MemoryNetwork, MemoryTransport
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.state import jobs, leader, registry
+from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Why
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Doing, Report, Resident, Role, Tier, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis.client import State
+from meshrl.services.node.job_services import LOOK_S as AGENT_LOOK_S
+from meshrl.services.node.worker import LOOK_S
+from meshrl.services.planner.planner import Planner
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
 
 LEASE_MS = 3_600_000
 WORKERS_OF_HOST = 8

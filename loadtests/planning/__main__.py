@@ -18,14 +18,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.state.jobs import Phase
-from common.state.pool.demand.needs import Need, PlannedJob
-from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove
-from common.state.pool.placing.snapshot import PoolHost, Snapshot
-from common.state.pool.workers.rows import Doing, Gang, Report, WorkerRow
 from loadtests.measuring.entry import options, report
-from services.planner.decide import decide
-from services.planner.memory import PlannerMemory
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.needs import Need, PlannedJob
+from meshrl.common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove
+from meshrl.common.state.pool.placing.snapshot import PoolHost, Snapshot
+from meshrl.common.state.pool.workers.rows import Doing, Gang, Report, WorkerRow
+from meshrl.services.planner.decide import decide
+from meshrl.services.planner.memory import PlannerMemory
 
 WORKERS = (16, 256, 1024, 4096)
 JOBS = (1, 64)

@@ -29,24 +29,24 @@ import torch
 import torch._dynamo  # which FSDP imports in each process
 import torch.distributed as dist
 
-from common.api.ranks import Meeting
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import save_model
-from common.model.files.source import BATCH_BYTES, batches
-from common.model.files.storages import trim
-from common.model.network.decoder import Decoder
-from common.model.tokens.tokenizer import character_tokenizer
-from common.state.pool.workers.seat import Seat
-from common.weights.layout.laying import Laying, slices
-from common.weights.layout.laying import laying as how
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.processes import forked
-from services.trainer.gang.running import make_rank
-from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.saving import write
-from services.trainer.rows.saved import MASTER, SavedRows
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.source import BATCH_BYTES, batches
+from meshrl.common.model.files.storages import trim
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.layout.laying import Laying, slices
+from meshrl.common.weights.layout.laying import laying as how
+from meshrl.services.trainer.gang.running import make_rank
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.saving import write
+from meshrl.services.trainer.rows.saved import MASTER, SavedRows
 
 MODEL: dict[str, object] = {  # 200,828,928 parameters
     "model_type": "llama",

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.base.files import lines
-from common.state.events import Event
-from common.state.pool.store.explained import PLANNED
 from loadtests.measuring.commands import meshrl
 from loadtests.measuring.entry import tell
 from loadtests.measuring.host import HostMeter
+from meshrl.common.base.files import lines
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import PLANNED
+from meshrl.sim.mesh.paced import rl_s
 from meshrl.view.recording.recorded import EVENTS, event_of
-from sim.mesh.paced import rl_s
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 RUN_S = 600.0

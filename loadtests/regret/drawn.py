@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from common.base.random import Random
-from sim.drift import Drift
-from sim.mesh.job.workload import PacedWorkload, still
+from meshrl.common.base.random import Random
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.workload import PacedWorkload, still
 
 STEPS = 48  # as the demo trains
 IN_FLIGHT = 3  # steps whose groups the gate lets through at a time: its staleness and one

@@ -10,8 +10,8 @@ from loadtests.measuring.entry import tell
 from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, run
 from loadtests.regret.figures import Compared, figures
-from sim.drift import Drift
-from sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.workload import PacedWorkload
 
 MOST = 120  # tokens of a completion
 WALL_S = 1200.0  # of all arms

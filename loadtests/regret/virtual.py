@@ -11,8 +11,8 @@ from loadtests.measuring.entry import tell
 from loadtests.regret import figures
 from loadtests.regret.drawn import STEPS, drawn
 from loadtests.regret.figures import Compared
-from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.paced import PacedRun, run
+from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.mesh.paced import PacedRun, run
 
 PLANNER = -1  # in place of how many gangs help
 

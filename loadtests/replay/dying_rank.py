@@ -1,6 +1,6 @@
 """A training process that gets SIGKILL as it enters given phases of given steps, once in each.
 
-`--die PHASE@STEP ... --marks DIRECTORY` come before what services.trainer takes; each
+`--die PHASE@STEP ... --marks DIRECTORY` come before what meshrl.services.trainer takes; each
 death leaves a file there, so that the next start lives through it.
 """
 
@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.core.core import TrainerCore
 
 entered = TrainerCore.enter
 
@@ -32,8 +32,8 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     TrainerCore.enter = enter  # type: ignore[method-assign]
-    sys.argv = ["services.trainer", *rest]
-    runpy.run_module("services.trainer", run_name="__main__")
+    sys.argv = ["meshrl.services.trainer", *rest]
+    runpy.run_module("meshrl.services.trainer", run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -27,20 +27,20 @@ from typing import Any
 
 import numpy as np
 
-from common.api.engine import Sampling
-from common.mesh.runtime.mesh import Mesh, run
-from common.records.token_record import TokenRows
-from common.state import registry
 from loadtests.measuring.entry import flat, options, report
 from loadtests.measuring.meshed import meshed
 from loadtests.measuring.rounds import ratio, rotated
-from services.rollout.record.group_commit import GroupCommit
-from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.engine_link import SeenEngine
-from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
-from services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
-from services.rollout.routing.router import Router
-from services.rollout.trajectories.trajectory import Ending, Trajectory, Turn
+from meshrl.common.api.engine import Sampling
+from meshrl.common.mesh.runtime.mesh import Mesh, run
+from meshrl.common.records.token_record import TokenRows
+from meshrl.common.state import registry
+from meshrl.services.rollout.record.group_commit import GroupCommit
+from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing.engine_link import SeenEngine
+from meshrl.services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
+from meshrl.services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
+from meshrl.services.rollout.routing.router import Router
+from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory, Turn
 
 PACE = "6/16/30000"  # ms a decode step, sequences on the plateau, prefill tokens/s
 BATCH = 16  # requests that an engine decodes together: the plateau

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from common.base.host.settings import MeshSettings
-from common.generation.builtin.build import build
-from common.job.pace import profile
-from common.mesh.runtime.mesh import Mesh, run
 from loadtests.measuring.entry import options
 from loadtests.measuring.models import drawn, serve, shape
-from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
-from services.engine.stepping.emulation import EmulatedSteps
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.job.pace import profile
+from meshrl.common.mesh.runtime.mesh import Mesh, run
+from meshrl.services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
+from meshrl.services.engine.stepping.emulation import EmulatedSteps
 
 MODEL = shape(64, 2, 128, 64, (2, 1))
 

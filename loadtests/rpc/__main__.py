@@ -26,7 +26,6 @@ import msgpack
 import numpy as np
 import uvloop
 
-from common.base.encoding.messages import encode
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.host import HostMeter
 from loadtests.measuring.rounds import ratio, ratios, spread
@@ -35,6 +34,7 @@ from loadtests.rpc import payloads
 from loadtests.rpc.calling import Measured, Way, measured
 from loadtests.rpc.echo import PING, Block, Echo, reached
 from loadtests.rpc.payloads import DealerClient, GrpcClient, peer
+from meshrl.common.base.encoding.messages import encode
 
 IN_FLIGHT = 64
 BLOCK_BYTES = 1 << 20  # of a large message, of which few are in flight

@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 
 import uvloop
 
-from common.api.calls.interface import Call, Interface
-from common.base.encoding.messages import Array, message
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.ref import Ref
-from common.mesh.transport.keys import ProcessKeys
 from loadtests.measuring.processes import served
 from loadtests.measuring.unrenewed import FOREVER_S, knows, own_keys, unrenewed
+from meshrl.common.api.calls.interface import Call, Interface
+from meshrl.common.base.encoding.messages import Array, message
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.ref import Ref
+from meshrl.common.mesh.transport.keys import ProcessKeys
 
 BODY_BYTES = 100
 

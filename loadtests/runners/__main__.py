@@ -20,16 +20,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.api.sandbox import JailSettings
-from common.base.clock import SystemClock
-from common.job.isolation.runners import RUNSC
-from common.mesh.process.host import SystemHost
 from loadtests.measuring.entry import options, report
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.common.api.sandbox import JailSettings
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.job.isolation.runners import RUNSC
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from tests.unit.sandbox.escapes.corpus import FAMILIES
 
 ROOT = Path(__file__).parents[2]

@@ -15,17 +15,17 @@ import statistics
 import sys
 import time
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.rounds import percentile, ratio
 from loadtests.sandbox.sandboxed import PROGRAM, SAID, One, Place, jailed, sandboxed, sustained
 from loadtests.sandbox_cpu import spinning
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
-from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
-from services.sandbox.workers.pool import WorkerPool
-from services.sandbox.workers.worker import TOOL
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from meshrl.services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
+from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from meshrl.services.sandbox.workers.pool import WorkerPool
+from meshrl.services.sandbox.workers.worker import TOOL
 
 ISOLATED = ("-I", "-S")  # as in our jails: no site packages, which take long to look for
 CONCURRENCY = (1, 8, 64)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.ref import Ref
-from common.state.pool.workers.names import sandbox
 from loadtests.measuring.meshed import START_S, meshed
+from meshrl.common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.ref import Ref
+from meshrl.common.state.pool.workers.names import sandbox
 
 JOB = "load"  # that the sandbox serves
 NAME = sandbox(JOB, 0)
@@ -97,7 +97,7 @@ class Place:
 async def sandboxed(*options: str) -> AsyncIterator[Place]:
     """A sandbox as its own process; it ends with the block."""
     async with meshed("loadtest/0", kind="rollout") as (mesh, members):
-        process = members.start(NAME, "services.sandbox", "--name", NAME, *options)
+        process = members.start(NAME, "meshrl.services.sandbox", "--name", NAME, *options)
         await members.ready(mesh, "sandbox")
         yield Place(mesh, mesh.ref(NAME), psutil.Process(process.pid), members.directory)
 

@@ -10,17 +10,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from loadtests.measuring.rounds import percentile
 from loadtests.sandbox.sandboxed import Place, jailed, sustained
-from services.sandbox.isolation import tiers
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.sessions import Sessions
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation import tiers
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.sessions import Sessions
 
 SPINNERS = 100
 LIMIT_S = 1.0

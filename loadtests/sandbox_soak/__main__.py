@@ -17,11 +17,18 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.api.sandbox import JailSettings, LoadJob, RewardBatch, RewardCall, RewardPart, Sandbox
-from common.base.errors import MeshError
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.meshed import START_S
 from loadtests.sandbox.sandboxed import CALL_S, JOB, TOOLS, Place, sandboxed
+from meshrl.common.api.sandbox import (
+    JailSettings,
+    LoadJob,
+    RewardBatch,
+    RewardCall,
+    RewardPart,
+    Sandbox,
+)
+from meshrl.common.base.errors import MeshError
 from tests.unit.sandbox.escapes.corpus import FAMILIES
 from tests.unit.sandbox.escapes.program import Escape
 from tests.unit.sandbox.escapes.runner import says

@@ -31,10 +31,10 @@ from loadtests.paced.running import run as run_real
 from loadtests.regret.drawn import drawn
 from loadtests.regret.real import JOBS, MOST
 from loadtests.simulator.paced import spec_of
-from sim.cluster.model.cluster import Cluster, SimHosts
-from sim.drift import Drift
-from sim.mesh.job.workload import LONGEST, PacedWorkload
-from sim.mesh.paced import run
+from meshrl.sim.cluster.model.cluster import Cluster, SimHosts
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.workload import LONGEST, PacedWorkload
+from meshrl.sim.mesh.paced import run
 
 ERROR = 0.15
 UNTIL_S = 14_400.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from common.job.config import PlannerConfig
-from common.job.pace import profile, training_profile
-from sim.cluster.model.job import JobSpec
-from sim.cluster.model.speeds import PacedSpeed
-from sim.cluster.model.training import PacedTraining
-from sim.cluster.model.workload import LogNormal
-from sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.job.pace import profile, training_profile
+from meshrl.sim.cluster.model.job import JobSpec
+from meshrl.sim.cluster.model.speeds import PacedSpeed
+from meshrl.sim.cluster.model.training import PacedTraining
+from meshrl.sim.cluster.model.workload import LogNormal
+from meshrl.sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
 
 
 def spec_of(job: PacedWorkload, seed: int, longest: int = LONGEST) -> JobSpec:

@@ -36,25 +36,25 @@ import numpy as np
 import psutil
 import torch
 
-from common.api.calls.interface import Interface
-from common.api.calls.role import Settle
-from common.api.node import Worker
-from common.base.files.kept import Mapped
-from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.mesh.residents.tiers import Keep, Take, Tiers
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.state.pool.workers.rows import Tier
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.models import shape
 from loadtests.measuring.processes import drop_caches
 from loadtests.measuring.rounds import turns
 from loadtests.measuring.unrenewed import knows, unrenewed
 from loadtests.replay import runs as replay
-from services.node.residents.segments import KeepsSegments, Segments
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.gang.compute import Compute
-from services.trainer.ranks.rank import Rank
+from meshrl.common.api.calls.interface import Interface
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.node import Worker
+from meshrl.common.base.files.kept import Mapped
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.mesh.residents.tiers import Keep, Take, Tiers
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.services.node.residents.segments import KeepsSegments, Segments
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.ranks.rank import Rank
 
 WORKER = "worker/w0"
 SLEEPING = "loadtests.sleep_wake.sleeping_rank"

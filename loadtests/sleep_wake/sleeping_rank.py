@@ -1,7 +1,8 @@
 """A training process that sleeps after each step: in memory, on disk, and from one to the other.
 
-`--marks DIRECTORY [--die TIER@STEP ...]` come before what services.trainer takes; each sleep, each
-death asleep (or once it is absent) and each start, from what was kept or not, leaves a file there.
+`--marks DIRECTORY [--die TIER@STEP ...]` come before what meshrl.services.trainer takes; each
+sleep, each death asleep (or once it is absent) and each start, from what was kept or not, leaves a
+file there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.api.calls.role import Settle
-from services.trainer.core.core import TrainerCore
-from services.trainer.core.sleeping import CoreSleeper
+from meshrl.common.api.calls.role import Settle
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.core.sleeping import CoreSleeper
 
 WAY = ("memory", "accelerator", "disk", "accelerator", "memory", "disk", "memory", "accelerator")
 stepped, began, resumed = TrainerCore._step, TrainerCore.begin, CoreSleeper.resumed
@@ -59,8 +60,8 @@ def main() -> None:
     TrainerCore._step = step_and_sleep  # type: ignore[method-assign]
     TrainerCore.begin = begin  # type: ignore[method-assign]
     CoreSleeper.resumed = resume  # type: ignore[method-assign]
-    sys.argv = ["services.trainer", *rest]
-    runpy.run_module("services.trainer", run_name="__main__")
+    sys.argv = ["meshrl.services.trainer", *rest]
+    runpy.run_module("meshrl.services.trainer", run_name="__main__")
 
 
 if __name__ == "__main__":

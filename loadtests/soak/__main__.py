@@ -24,12 +24,12 @@ from typing import Any
 
 import psutil
 
-from common.base.errors import MeshError
-from common.state.redis.client import State
 from loadtests.measuring.entry import flat, options, report
 from loadtests.measuring.metered import started
 from loadtests.soak import growing
 from loadtests.soak.slopes import Samples, rise, second_half, share, slope
+from meshrl.common.base.errors import MeshError
+from meshrl.common.state.redis.client import State
 
 JOB = Path("examples/calculator.toml")
 SETTINGS = {

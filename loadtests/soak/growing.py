@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from common.state import registry
-from common.state.redis.client import State
 from loadtests.measuring.meter import kind_of
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State
 
 SCAN = 1000  # keys that Redis looks at in one go
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from common.mesh.process.entry.child import ChildChannel
+from meshrl.common.mesh.process.entry.child import ChildChannel
 
 LONG_S = 600
 

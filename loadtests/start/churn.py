@@ -15,11 +15,11 @@ from typing import Any
 
 import psutil
 
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
 from loadtests.start.nursed import nursery, starting
 from loadtests.start.traces import left
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
 
 AT_ONCE = 8
 END_S = 60.0  # for a process to end, on a machine that others use

@@ -20,14 +20,14 @@ from typing import Any
 
 import psutil
 
-from common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from common.state import registry
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Resident, Role
-from common.state.redis.client import State
 from loadtests.measuring.metered import LOOK_S, started
 from loadtests.trainer import digits
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.state import registry
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Resident, Role
+from meshrl.common.state.redis.client import State
 
 LENGTH = 1200  # tokens: over 20 s at that pace
 WORKERS = 3

@@ -7,11 +7,11 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.base.host.settings import SETTINGS_ENV
-from common.mesh.process.forking.birth import NURSERY_ENV
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.host.settings import SETTINGS_ENV
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.services.nursery import MeshNursery
 

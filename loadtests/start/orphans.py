@@ -24,12 +24,12 @@ from typing import Any
 
 import psutil
 
-from common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
-from common.mesh.process.handle import UNKNOWN_EXIT, SystemChild
-from common.mesh.process.host import SystemHost
 from loadtests.start.nursed import nursery, starting
 from loadtests.start.owner import IN_THE_WAY
 from loadtests.start.traces import LOOK_S, left
+from meshrl.common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import UNKNOWN_EXIT, SystemChild
+from meshrl.common.mesh.process.host import SystemHost
 
 CHILDREN = 4  # of an owner
 AT_ONCE = 4  # trials
@@ -131,9 +131,9 @@ class Trials:
         argv = [
             sys.executable,
             "-m",
-            "common.mesh.process.forking.nursery",
+            "meshrl.common.mesh.process.forking.nursery",
             str(socket),
-            "common.mesh.process.host",
+            "meshrl.common.mesh.process.host",
         ]
         child = self._host.spawn(argv, name="nursery", env={NURSERY_ENV: OFF})
         async with asyncio.timeout(BEGIN_S):

@@ -9,7 +9,7 @@ import asyncio
 import random
 import sys
 
-from common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.host import SystemHost
 
 IN_THE_WAY = ("wait", "stop", "hold")
 LONG_S = 600.0

@@ -20,28 +20,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.base.host.settings import SETTINGS_ENV
-from common.job.bundle.job_data import JobData
-from common.mesh.process.forking.birth import OFF
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs, registry
-from common.state.pool.workers.names import shard, worker_process
-from common.state.pool.workers.rows import Budget, Resident, Role, WorkerRow
 from loadtests.measuring.meshed import START_S, meshed
 from loadtests.measuring.processes import cpu_s
 from loadtests.start.nursed import nursery, starting
 from loadtests.trainer import digits
+from meshrl.common.base.host.settings import SETTINGS_ENV
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.process.forking.birth import OFF
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.pool.workers.names import shard, worker_process
+from meshrl.common.state.pool.workers.rows import Budget, Resident, Role, WorkerRow
 from meshrl.job import bundle, jobfile
-from services.node.residents.budgets import Budgets
-from services.node.residents.process import Around, RoleProcess
-from services.node.residents.roles import RoleWish, with_overrides
-from services.node.residents.room import GpuRoom
-from services.node.residents.segments import Segments
-from services.node.worker import GangWorker
-from services.rollout.environments.pool import command
-from services.rollout.environments.process import EnvironmentProcess
+from meshrl.services.node.residents.budgets import Budgets
+from meshrl.services.node.residents.process import Around, RoleProcess
+from meshrl.services.node.residents.roles import RoleWish, with_overrides
+from meshrl.services.node.residents.room import GpuRoom
+from meshrl.services.node.residents.segments import Segments
+from meshrl.services.node.worker import GangWorker
+from meshrl.services.rollout.environments.pool import command
+from meshrl.services.rollout.environments.process import EnvironmentProcess
 
 LOOK_S = 0.004  # how soon readiness is seen
 WORKER = WorkerRow("loadtest", "one", "cpu:0", 0)
@@ -88,7 +88,7 @@ class Starts:
 
     async def open(self, folder: Path) -> None:
         """The weight store, and both jobs, whose first core has committed version 0."""
-        argv = [sys.executable, "-m", "services.weights"]
+        argv = [sys.executable, "-m", "meshrl.services.weights"]
         await self._services.add(ChildSpec("weights", argv, log=self._logs / "weights.log"))
         task = digits.write(folder / "task", (LENGTH,))
         for job, changes in {ALONE: [], PAIR: ["training.ranks=2", "mesh.workers=3"]}.items():
@@ -115,7 +115,7 @@ class Starts:
 
     async def _shard(self) -> Started:
         name = shard(ALONE, 0)
-        argv = [sys.executable, "-m", "services.rollout", "--job", ALONE, "--shard", "0"]
+        argv = [sys.executable, "-m", "meshrl.services.rollout", "--job", ALONE, "--shard", "0"]
         spec = ChildSpec(name, argv, log=self._logs / "shard.log")
         found = Supervisor(self._mesh.host, self._mesh.clock)
         try:

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.handle import start_time
 
 LOOK_S = 0.1
 

@@ -17,15 +17,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.api.sandbox import JailSettings
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
 from loadtests.measuring.entry import report
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.common.api.sandbox import JailSettings
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=60.0, memory_bytes=1024 * MIB, processes=64, open_files=256)
 NOTHING_TO_DO = 42  # exit status of a program whose library this interpreter does not have

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
-from common.model.tokens.tokenizer import character_tokenizer
 from loadtests.peers.make_model import Shape, write_model
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"  # "_" pads and "$" ends for who needs that
 SHAPE = Shape("qwen2", hidden=128, layers=2, heads=4, kv_heads=2, ffn=512, vocabulary=96)

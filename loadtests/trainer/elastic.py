@@ -17,15 +17,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.state import jobs, registry
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Role
-from common.state.redis.client import State
 from loadtests.measuring.metered import LOOK_S, run_job, started, steps_of
 from loadtests.measuring.processes import cpu_s
 from loadtests.trainer import digits
 from loadtests.trainer.digits import Task
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.redis.client import State
 
 LENGTH = 128  # tokens of each completion: a step trains for a second or two
 BIN_TOKENS = 1100  # 8 sequences: 8 rounds a step, 4 of two ranks each

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from common.weights.layout.identity import Described, Tree, identity
+from meshrl.common.weights.layout.identity import Described, Tree, identity
 
 WIDTH = 1024  # elements of a row
 TENSOR_BYTES = 16 << 20  # of a tensor, about a layer's projection
@@ -59,7 +59,7 @@ def change(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> int:
 
 
 def identity_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of all of them together, by `common.weights.layout.identity`."""
+    """Of all of them together, by `meshrl.common.weights.layout.identity`."""
     described = {name: Described.of(tensor) for name, tensor in tensors.items()}
     trees = {name: Tree() for name in tensors}
     for name, tensor in tensors.items():

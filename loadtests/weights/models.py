@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common.model.architecture.config import ModelConfig
 from loadtests.measuring import models
 from loadtests.weights.contents import Tensors
+from meshrl.common.model.architecture.config import ModelConfig
 
 
 def _model(hidden: int, layers: int, ffn: int, vocabulary: int = 4096) -> ModelConfig:

@@ -24,26 +24,26 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import STORE
-from common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
-from common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
-from common.mesh.runtime.mesh import MeshSettings
-from common.state import registry
-from common.state.redis.client import State, asked_once, sync_client
-from common.state.redis.keys import MESH
 from loadtests.measuring.meshed import ROOT, START_S, redis
 from loadtests.weights.network import Links
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State, asked_once, sync_client
+from meshrl.common.state.redis.keys import MESH
 
 ORDER_S = 900.0
 LOOK_S = 0.02
 ADMIT_S = 10.0  # for Redis to take the name of a host
 FORKED = (
-    "services.weights.store",
-    "services.engine.running",
-    "services.node.agent",
+    "meshrl.services.weights.store",
+    "meshrl.services.engine.running",
+    "meshrl.services.node.agent",
     "loadtests.weights.members.member",
     "loadtests.weights.members.serving",
     "torch.distributed",
@@ -153,7 +153,13 @@ class Scene:
             return
         socket = self.directory / "nursery"
         child = self._host.spawn(
-            [sys.executable, "-m", "common.mesh.process.forking.nursery", str(socket), *FORKED],
+            [
+                sys.executable,
+                "-m",
+                "meshrl.common.mesh.process.forking.nursery",
+                str(socket),
+                *FORKED,
+            ],
             name="nursery",
             env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             how=Spawning(own_session=True),
@@ -215,7 +221,7 @@ class Scene:
 
     async def store(self, host: int = 0) -> Member:
         """The weight store, once it is registered."""
-        member = self.start(STORE, host, "services.weights")
+        member = self.start(STORE, host, "meshrl.services.weights")
         await self.registered(STORE)
         return member
 

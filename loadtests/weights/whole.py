@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from common.api.transfer.deltas import Base
-from common.mesh.runtime.mesh import Mesh
-from common.model.files.safetensors_file import NAMES
-from common.model.files.source import nbytes
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.laying import How, whole
-from common.weights.layout.manifest import chunk_bytes
-from common.weights.staging import COPY_S, Stager, assembled, keep
+from meshrl.common.api.transfer.deltas import Base
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.files.safetensors_file import NAMES
+from meshrl.common.model.files.source import nbytes
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.laying import How, whole
+from meshrl.common.weights.layout.manifest import chunk_bytes
+from meshrl.common.weights.staging import COPY_S, Stager, assembled, keep
 
 
 async def staged_whole(

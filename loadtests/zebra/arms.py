@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
-from common.hardware.zebra.batches import spread
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.kinds import declared_profile
-from common.hardware.zebra.profile import AcceleratorCosts, Profile
-from common.hardware.zebra.shapes import costs_of
-from common.hardware.zebra.timeline import Timeline, serial_s, timeline
-from services.trainer.bins.division import ZebraDivision
-from sim.zebra.setups import MODELS
+from meshrl.common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
+from meshrl.common.hardware.zebra.batches import spread
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.kinds import declared_profile
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, Profile
+from meshrl.common.hardware.zebra.shapes import costs_of
+from meshrl.common.hardware.zebra.timeline import Timeline, serial_s, timeline
+from meshrl.services.trainer.bins.division import ZebraDivision
+from meshrl.sim.zebra.setups import MODELS
 
 FAST, SLOW = "A40", "V100"
 COUNT = 2  # of either kind

@@ -20,20 +20,20 @@ import torch
 import torch._dynamo  # which DTensor imports in each process, for two CPU-seconds
 import torch.distributed as dist
 
-from common.api.ranks import Meeting
-from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.architecture.config import ModelConfig
-from common.model.files.rows import Drawn
-from common.model.network.decoder import Decoder
 from loadtests.measuring.processes import forked
 from loadtests.measuring.rounds import rotated
 from loadtests.zebra.arms import COUNT, Arm, Setting, arms
-from services.trainer.arithmetic.learner import LearnerSettings
-from services.trainer.bins.packing import Bin
-from services.trainer.ranks.rank import join_group
-from services.trainer.sharding.learners import GangPlace
-from services.trainer.zebra.learner import ZebraLearner
-from services.trainer.zebra.pace import ZebraPace
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.rows import Drawn
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.arithmetic.learner import LearnerSettings
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.ranks.rank import join_group
+from meshrl.services.trainer.sharding.learners import GangPlace
+from meshrl.services.trainer.zebra.learner import ZebraLearner
+from meshrl.services.trainer.zebra.pace import ZebraPace
 
 RANKS = 2 * COUNT
 DEADLINE_S = 120.0

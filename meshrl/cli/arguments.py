@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import CommandFunctionType
 
-from common.base.host.terminal import guarded_output
+from meshrl.common.base.host.terminal import guarded_output
 
 
 class _Command(TyperCommand):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.job.config import JobConfig
+from meshrl.common.job.config import JobConfig
 from meshrl.job import jobfile
 from meshrl.job.checks.machine import all_checks as checks
 from meshrl.job.loaded import JobFile

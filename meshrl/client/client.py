@@ -13,10 +13,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.api.gateway import JobState
-from common.base.errors import ConfigError, DeadlineExceeded, MeshError, PeerLost, StateUnavailable
-from common.job.config import JobConfig
-from common.state.events import Event
+from meshrl.common.api.gateway import JobState
+from meshrl.common.base.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    MeshError,
+    PeerLost,
+    StateUnavailable,
+)
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state.events import Event
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.snapshot import MeshSnapshot
 

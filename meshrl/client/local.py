@@ -7,22 +7,22 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import JobState, SubmittedJob
-from common.base.clock import SystemClock
-from common.base.errors import NotFound, Refused, StateUnavailable
-from common.base.host.settings import MeshSettings
-from common.job.isolation import containment
-from common.job.run_names import free_name
-from common.state import events, jobs
-from common.state.events import Event
-from common.state.lifecycle import deleting
-from common.state.lifecycle.following import happened, standing
-from common.state.pool.demand.needs import need_of
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.store import store as pool
-from common.state.pool.store.fitting import refuse_what_never_fits
-from common.state.pool.workers.rows import Role
-from common.state.redis.client import State
+from meshrl.common.api.gateway import JobState, SubmittedJob
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotFound, Refused, StateUnavailable
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.isolation import containment
+from meshrl.common.job.run_names import free_name
+from meshrl.common.state import events, jobs
+from meshrl.common.state.events import Event
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.state.lifecycle.following import happened, standing
+from meshrl.common.state.pool.demand.needs import need_of
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store.fitting import refuse_what_never_fits
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.redis.client import State
 from meshrl.directory import exporting, places, versions
 from meshrl.directory.asking import ANSWER_S, answered, ask
 from meshrl.directory.claims import claimed, writing

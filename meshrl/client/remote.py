@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from common.api.gateway import (
+from meshrl.common.api.gateway import (
     BeginUpload,
     EventsSince,
     Gateway,
@@ -24,11 +24,11 @@ from common.api.gateway import (
     UploadPiece,
     VersionsRequest,
 )
-from common.base.digest import digest_of_file
-from common.base.errors import Damaged, NotAllowed, Refused
-from common.mesh.access import ticket
-from common.mesh.access.line import Line
-from common.state.events import Event
+from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.errors import Damaged, NotAllowed, Refused
+from meshrl.common.mesh.access import ticket
+from meshrl.common.mesh.access.line import Line
+from meshrl.common.state.events import Event
 from meshrl.job import bundle
 from meshrl.job.loaded import JobFile
 from meshrl.view.mesh.snapshot import MeshSnapshot

@@ -6,10 +6,10 @@ import json
 import sys
 from dataclasses import asdict
 
-from common.api.gateway import JobState
-from common.base.errors import DeadlineExceeded, Refused
-from common.state.jobs import Phase
 from meshrl.client.client import Client, request
+from meshrl.common.api.gateway import JobState
+from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.state.jobs import Phase
 from meshrl.run.outcome import FAILED, FINISHED, STOPPED
 from meshrl.run.waiting import TIMED_OUT
 from meshrl.view.history import decisions

@@ -17,16 +17,15 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-import common
-from common.base.errors import ConfigError
-from common.job.config import SandboxConfig
-from common.job.isolation.runners import RUNSC
-from common.mesh.process import container
-from common.mesh.process.ends import limits
-from common.mesh.process.interpreters import home
-from kernels import build
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import SandboxConfig
+from meshrl.common.job.isolation.runners import RUNSC
+from meshrl.common.mesh.process import container
+from meshrl.common.mesh.process.ends import limits
+from meshrl.common.mesh.process.interpreters import home
 from meshrl.directory import places
 from meshrl.job.checks.machine import devices
+from meshrl.kernels import build
 from meshrl.view.terminal import Console
 
 OK, NOTE, BAD = "ok", "note", "bad"
@@ -62,7 +61,6 @@ def examine() -> Iterator[Remark]:
         _torch,
         _threads,
         _redis,
-        kernels,
         _compiler,
         # Which paths the built-in engine and training passes take on a CPU, and why.
         partial(_native, "engine", "torch eager", "decoder"),
@@ -122,8 +120,8 @@ def _threads() -> Remark:
 
 
 def _redis() -> Remark:
-    from common.base.errors import MeshError
-    from common.state.redis import embedded
+    from meshrl.common.base.errors import MeshError
+    from meshrl.common.state.redis import embedded
     from meshrl.launch.redis.serving import can_tls
 
     try:
@@ -135,16 +133,6 @@ def _redis() -> Remark:
     closed = next(filter(can_tls, embedded.servers()), "")
     said = f"{closed}, with TLS" if closed else f"{server}, without TLS: for meshes of one host"
     return Remark(OK, "redis", said)
-
-
-def kernels() -> Remark:
-    """Whether `kernels` is ours; Hugging Face's package has the same name."""
-    spec = importlib.util.find_spec("kernels")
-    place = Path(spec.origin).parent if spec and spec.origin else None
-    if place is None or place.parent != Path(common.__file__).parent.parent:
-        fix = "another package took the name; install MeshRL into an environment of its own"
-        return Remark(BAD, "kernels", f"not ours: {place}", fix)
-    return Remark(OK, "kernels", f"ours ({place})")
 
 
 def _compiler() -> Remark:
@@ -187,7 +175,7 @@ def _sglang() -> Remark:
 
 def _isolation() -> Remark:
     """The tier that code of the model runs in here; it is found by running some."""
-    from common.job.isolation import containment
+    from meshrl.common.job.isolation import containment
 
     found = containment.found()
     if found.fix:
@@ -198,7 +186,7 @@ def _isolation() -> Remark:
 
 def _runsc() -> Remark:
     """Whether gVisor contains programs here, found by running one; few jobs ask for it."""
-    from common.job.isolation import containment
+    from meshrl.common.job.isolation import containment
 
     path = shutil.which(RUNSC)
     if path is None:

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from common.base.errors import DeadlineExceeded, NotFound, Refused
-from common.state.pool.placing.snapshot import NOTICE, PoolRequest
-from common.state.pool.store import store as pool
-from common.state.redis.client import State
+from meshrl.common.base.errors import DeadlineExceeded, NotFound, Refused
+from meshrl.common.state.pool.placing.snapshot import NOTICE, PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.view.live import printing, tables

@@ -10,12 +10,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.base.errors import NotFound, Refused
-from common.base.host.settings import MeshSettings
-from common.mesh.access import records
-from common.state.hosts import admission, doors
-from common.state.redis.client import State
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.access import records
+from meshrl.common.state.hosts import admission, doors
+from meshrl.common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.places import MeshPlace, find_head

@@ -12,23 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.base.errors import ConfigError, MeshError, NotFound, PeerLost
-from common.mesh.process.ends.failure import TAIL_BYTES, tail
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound, PeerLost
+from meshrl.common.mesh.process.ends.failure import TAIL_BYTES, tail
 from meshrl.directory.places import MeshPlace, running_launcher
 from meshrl.directory.target import place_of
 
 if TYPE_CHECKING:
-    from common.mesh.runtime.mesh import Mesh
+    from meshrl.common.mesh.runtime.mesh import Mesh
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from common.api.node import LogFile, LogPart, Node, ReadLog
-from common.base.host.settings import OFF, MeshSettings
-from common.mesh.access.owner import PERSON, person_settings
-from common.state import registry
-from common.state.pool.workers.names import agent
+from meshrl.common.api.node import LogFile, LogPart, Node, ReadLog
+from meshrl.common.base.host.settings import OFF, MeshSettings
+from meshrl.common.mesh.access.owner import PERSON, person_settings
+from meshrl.common.state import registry
+from meshrl.common.state.pool.workers.names import agent
 
 POLL_S = 0.3
 PART_BYTES = 1 << 18
@@ -190,7 +190,7 @@ class RemoteLogs:
     @asynccontextmanager
     async def of(cls, place: MeshPlace) -> AsyncIterator[RemoteLogs]:
         """Those of the mesh at `place`, which runs, asked as the mesh's owner."""
-        from common.mesh.runtime.mesh import Mesh  # only now is it sure that it is needed
+        from meshrl.common.mesh.runtime.mesh import Mesh  # only now is it sure that it is needed
 
         settings = person_settings(MeshSettings.from_file(place.settings), place.directory)
         name = f"{PERSON}/{secrets.token_hex(4)}"

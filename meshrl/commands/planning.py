@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, StateUnavailable
-from common.state import leader
-from common.state.pool.store import store as pool
-from common.state.pool.store.reading import snapshot_document
-from common.state.redis.client import State
-from common.state.redis.keys import PLANNER
+from meshrl.common.base.errors import ConfigError, StateUnavailable
+from meshrl.common.state import leader
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store.reading import snapshot_document
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import PLANNER
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import find_mesh
 
@@ -34,7 +34,12 @@ def show(look: Path | None, explain: bool, as_json: bool, mesh: Path | None) -> 
     if not explain:
         print(text)
         return 0
-    words = [sys.executable, "-m", "services.planner.explain", *(["--json"] if as_json else [])]
+    words = [
+        sys.executable,
+        "-m",
+        "meshrl.services.planner.explain",
+        *(["--json"] if as_json else []),
+    ]
     said = subprocess.run(words, input=text, text=True, check=False, timeout=EXPLAIN_S)
     return said.returncode
 

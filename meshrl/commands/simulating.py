@@ -15,11 +15,11 @@ ALONE = {
         "The simulator beside a virtual mesh of 64 gangs, and a real one",
     ),
     "cake": (
-        ["sim.prefixes"],
+        ["meshrl.sim.prefixes"],
         "A long prefix that is computed from its front while it is loaded from its back",
     ),
     "zebra": (
-        ["sim.zebra"],
+        ["meshrl.sim.zebra"],
         "Attention on new accelerators and experts on old ones, as the setups of HeterMoE",
     ),
 }
@@ -38,13 +38,13 @@ def run(
         lacking = ""
         if any((what_if, changes, out, run_dir)):
             lacking = f"takes no options: python -m {words[0]} --help"
-        elif importlib.util.find_spec(words[0].partition(".")[0]) is None:
+        elif importlib.util.find_spec("loadtests") is None and words[0].startswith("loadtests."):
             lacking = f"needs a checkout of MeshRL: python -m {words[0]} there"
         if lacking:
             print(f"{scenario} {lacking}", file=sys.stderr)
             return 2
         return subprocess.run([sys.executable, "-m", *words], check=False).returncode
-    words = [sys.executable, "-m", "sim.cluster", *([scenario] if scenario else [])]
+    words = [sys.executable, "-m", "meshrl.sim.cluster", *([scenario] if scenario else [])]
     words += [f"--from={run_dir}"] if run_dir is not None else []
     words += [f"--what-if={one}" for one in what_if] + [f"--set={one}" for one in changes]
     words += [f"--out={out}"] if out is not None else []

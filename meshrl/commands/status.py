@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common.base.errors import StateUnavailable
-from common.base.host.settings import MeshSettings
-from common.mesh.process.ends.failure import end_of
-from common.mesh.process.handle import usage_of
-from common.mesh.process.supervision import ended
-from common.state import jobs
-from common.state.events import Event
-from common.state.pool.store.explained import Explained
-from common.state.pool.store.store import explained
-from common.state.redis.client import State
-from common.state.redis.embedded import without_password
-from common.state.registry import Entry
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.ends.failure import end_of
+from meshrl.common.mesh.process.handle import usage_of
+from meshrl.common.mesh.process.supervision import ended
+from meshrl.common.state import jobs
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import Explained
+from meshrl.common.state.pool.store.store import explained
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.embedded import without_password
+from meshrl.common.state.registry import Entry
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.directory.target import may_live, place_of, run_in

@@ -14,12 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.base.errors import ConfigError, Refused
-from common.base.host.settings import MeshSettings
-from common.mesh.access import identity, records, tokens
-from common.mesh.access.records import FILE, HOST, PERSON, Token
-from common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
-from common.mesh.transport.keys import KeyPair
+from meshrl.common.base.errors import ConfigError, Refused
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.access import identity, records, tokens
+from meshrl.common.mesh.access.records import FILE, HOST, PERSON, Token
+from meshrl.common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
+from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.directory.places import MeshPlace, find_head
 from meshrl.launch.head import handed_out
 from meshrl.launch.head.handed_out import HandedOut

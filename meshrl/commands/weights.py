@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.base.files.at_url import is_url
-from common.base.files.lines import whole
-from common.state import registry
 from meshrl.client.client import request
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files.at_url import is_url
+from meshrl.common.base.files.lines import whole
+from meshrl.common.state import registry
 from meshrl.directory import places
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.target import Run, may_live, run_of

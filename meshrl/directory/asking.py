@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.state.redis.client import State
-from common.state.redis.embedded import without_password
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.embedded import without_password
 from meshrl.directory.places import MeshPlace
 
 T = TypeVar("T")

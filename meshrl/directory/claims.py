@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.errors import Damaged, NotFound, Refused, StateUnavailable, StorageFull
-from common.base.files.at_url import AtUrl
-from common.job.config import JobConfig
-from common.state import jobs
-from common.state.jobs import ENDED
+from meshrl.common.base.errors import Damaged, NotFound, Refused, StateUnavailable, StorageFull
+from meshrl.common.base.files.at_url import AtUrl
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state import jobs
+from meshrl.common.state.jobs import ENDED
 from meshrl.directory import job_file, places
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, read_if_whole, running_launcher

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 from meshrl.directory import places
 
 
 def command(run_dir: Path, out: Path, step: int | None = None, best: bool = False) -> list[str]:
     """What writes it."""
-    words = [sys.executable, "-m", "services.weights.export", "--run", str(run_dir)]
+    words = [sys.executable, "-m", "meshrl.services.weights.export", "--run", str(run_dir)]
     words += ["--out", str(out)]
     words += ["--step", str(step)] if step is not None else []
     return words + (["--best"] if best else [])

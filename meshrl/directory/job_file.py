@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Damaged
-from common.base.files import damage
-from common.state import jobs
-from common.state.redis.client import State
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files import damage
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import read_json, write_json
 
 NAME = "job.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from common.base.files import documents
-from common.mesh.access.hosts import REPAIR
+from meshrl.common.base.files import documents
+from meshrl.common.mesh.access.hosts import REPAIR
 from meshrl.directory.places import MeshPlace, write_json
 
 

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import Damaged, DeadlineExceeded, StateUnavailable, StorageFull
-from common.base.files import damage
-from common.base.files.lines import signature
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import Damaged, DeadlineExceeded, StateUnavailable, StorageFull
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.lines import signature
 from meshrl.directory.places import read_json, write_json
 
 LOOK_S = 1.0

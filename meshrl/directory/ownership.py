@@ -8,8 +8,8 @@ import os
 import stat
 from pathlib import Path
 
-from common.base.errors import Refused
-from common.mesh.process.entry.child import PRIVATE
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.process.entry.child import PRIVATE
 
 OTHERS_WRITE = stat.S_IWOTH
 

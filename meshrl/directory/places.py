@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Damaged, NotFound, Refused
-from common.base.files import documents
-from common.base.host.settings import MeshSettings
-from common.job.config import JobConfig
-from common.mesh.access.owner import PERSON, person_settings
-from common.mesh.process.handle import start_time
+from meshrl.common.base.errors import Damaged, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.access.owner import PERSON, person_settings
+from meshrl.common.mesh.process.handle import start_time
 from meshrl.directory.ownership import refuse_foreign
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
-from common.state import jobs, registry
-from common.state.redis.client import State
+from meshrl.common.base.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.redis.client import State
 from meshrl.directory import job_file, places
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import MeshPlace, find_mesh, running_launcher

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from common.mesh.process.entry.child import PRIVATE
+from meshrl.common.mesh.process.entry.child import PRIVATE
 
 
 def settle(home: Path) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from common.base.errors import MeshError, from_wire
-from common.base.files.at_url import without_secrets
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
+from meshrl.common.base.errors import MeshError, from_wire
+from meshrl.common.base.files.at_url import without_secrets
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
 from meshrl.directory import job_file
 
 POLL_S = 0.01
@@ -26,7 +26,7 @@ POLL_S = 0.01
 
 def command(words: Sequence[str | Path]) -> list[str]:
     """What does so: `words` are the command and its arguments."""
-    return [sys.executable, "-m", "services.weights.versions", *map(str, words)]
+    return [sys.executable, "-m", "meshrl.services.weights.versions", *map(str, words)]
 
 
 def words(act: str, run: str | Path, version: str = "", note: str = "") -> list[str | Path]:

@@ -24,11 +24,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.hardware.shapes import ModelShape
-from common.job.bundle import bundle_files
-from common.job.config import JobConfig
-from common.job.named_files import TOKENIZER, named_files, put
-from common.model.tokens.tokenizer import companions
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.named_files import TOKENIZER, named_files, put
+from meshrl.common.model.tokens.tokenizer import companions
 from meshrl.directory.places import write_json
 from meshrl.job import edited, references, rows, tasksets
 from meshrl.job.model_files import shape

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.job.changing import differences, flat, rule_of
+from meshrl.common.job.changing import differences, flat, rule_of
 
 LONGEST = 60  # characters of a value that is shown
 

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.base.files.at_url import is_url
-from common.job.config import JobConfig
-from common.job.named_files import with_paths
-from common.job.schema import JOB
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files.at_url import is_url
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.named_files import with_paths
+from meshrl.common.job.schema import JOB
 from meshrl.job.checks.file import all_checks, judges, sandbox, turns
 from meshrl.job.loaded import JobFile
 from meshrl.job.toml import reading

@@ -9,9 +9,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.job.config import JobConfig
-from common.job.named_files import NamedFile, named_files
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.named_files import NamedFile, named_files
 
 Fail = Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
 PLACED = "{key}: {error.message}{place}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.job.config import JobConfig
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.files.checkpoint_files import refuse_pointer
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint import load_config
+from meshrl.common.model.files.checkpoint_files import refuse_pointer
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job.loaded import PLACED, JobFile
 
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.job import builtin
-from common.job.config import JobConfig
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job import builtin
+from meshrl.common.job.config import JobConfig
 from meshrl.job.loaded import at
 
 REFERENCES = ("environment.use", "warm_start.demonstrations")

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from common.base.errors import ConfigError
-from common.job import builtin
-from common.job.config import JobConfig, RewardPartConfig
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job import builtin
+from meshrl.common.job.config import JobConfig, RewardPartConfig
 from meshrl.job import references
 from meshrl.job.rows import DatasetRow
 

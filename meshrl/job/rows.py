@@ -16,9 +16,9 @@ from typing import Any
 
 import msgpack
 
-from common.base.encoding.finite_json import DECODER, NotFinite
-from common.base.errors import ConfigError
-from common.model.chat.messages import ROLES, conversation_of
+from meshrl.common.base.encoding.finite_json import DECODER, NotFinite
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.messages import ROLES, conversation_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.job.config import JobConfig
-from common.mesh.process.ends import failure
-from common.mesh.process.entry import child
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.ends import failure
+from meshrl.common.mesh.process.entry import child
 from meshrl.job.rows import travels
 
-BOOT = Path(__file__).parents[2] / "services" / "environment" / "verifying" / "boot.py"
+BOOT = Path(__file__).parents[1] / "services" / "environment" / "verifying" / "boot.py"
 GUARDED = [sys.executable, "-I", "-S", str(child.__file__)]
 LOAD_S = 1800.0  # a taskset may fetch its data first
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.base.errors import DeadlineExceeded, MeshError
-from common.mesh.process.ends.failure import tail
-from common.mesh.process.entry.child import PRIVATE
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.mesh.process.ends.failure import tail
+from meshrl.common.mesh.process.entry.child import PRIVATE
 from meshrl.directory.places import MeshPlace, read_if_whole, running_launcher
 
 POLL_S = 0.1

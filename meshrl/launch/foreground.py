@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from common.base.errors import ConfigError, Damaged, MeshError, NotAllowed, NotFound, Refused
+from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotAllowed, NotFound, Refused
 from meshrl.directory import places
 from meshrl.directory.places import MeshPlace
 

@@ -11,8 +11,8 @@ import signal
 from collections.abc import Callable
 from typing import IO
 
-from common.base.errors import Refused
-from common.mesh.process.host import own_start_time
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.process.host import own_start_time
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.console import console

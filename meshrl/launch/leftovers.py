@@ -11,8 +11,8 @@ import signal
 from collections.abc import Collection
 from pathlib import Path
 
-from common.base.host.settings import mark_of
-from common.mesh.process import marks
+from meshrl.common.base.host.settings import mark_of
+from meshrl.common.mesh.process import marks
 
 POLL_S = 0.05
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.job.constraints import FileTable
-from common.job.schema import Schema
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.constraints import FileTable
+from meshrl.common.job.schema import Schema
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.job.toml import reading
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.base.errors import ConfigError
-from common.state.pool.placing.taking import ALL, taken
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.state.pool.placing.taking import ALL, taken
 
 CPU = "cpu"
 OF_A_HEAD = 3  # CPU slots of `meshrl up`, unless another number is asked for

@@ -4,10 +4,10 @@ while it runs.
 
 from __future__ import annotations
 
-from common.base.clock import SystemClock
-from common.base.host.settings import MeshSettings
-from common.mesh.process.host import SystemHost
-from common.state.redis.client import State
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.holding import Hold

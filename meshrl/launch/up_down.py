@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.base.host.ports import ANY, ports
-from common.base.host.settings import OFF
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.ports import ANY, ports
+from meshrl.common.base.host.settings import OFF
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory import places, user
 from meshrl.directory.places import MeshPlace, find_mesh, running_launcher
 from meshrl.job.checks.machine import devices

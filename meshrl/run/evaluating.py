@@ -19,9 +19,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.base.errors import ConfigError, NotFound
-from common.base.files import lines
-from common.job.evaluation_plan import BEFORE, HELD_OUT, measurable
+from meshrl.common.base.errors import ConfigError, NotFound
+from meshrl.common.base.files import lines
+from meshrl.common.job.evaluation_plan import BEFORE, HELD_OUT, measurable
 from meshrl.directory import exporting, places
 from meshrl.directory.places import write_json
 from meshrl.job import jobfile

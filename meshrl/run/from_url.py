@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 from urllib.parse import quote
 
-from common.base.errors import BadMessage, Damaged, NotFound, Refused
-from common.base.files import documents
-from common.base.files.at_url import PART, AtUrl
-from common.records.checkpoints import check_paths
+from meshrl.common.base.errors import BadMessage, Damaged, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.at_url import PART, AtUrl
+from meshrl.common.records.checkpoints import check_paths
 from meshrl.directory.job_file import BROUGHT
 from meshrl.directory.places import shown
 

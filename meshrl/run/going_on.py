@@ -8,11 +8,11 @@ import asyncio
 import uuid
 from typing import Any
 
-from common.base.errors import Refused
-from common.job.changing import changed, differences
-from common.state import jobs
-from common.state.redis import embedded
-from common.state.redis.client import State
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.changing import changed, differences
+from meshrl.common.state import jobs
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import write_json
 from meshrl.directory.target import Run
 from meshrl.job.loaded import JobFile

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Damaged
-from common.base.files import lines
-from common.base.files.damage import EVENT, sentence
-from common.state.events import Event
-from common.state.jobs import Phase
-from common.state.lifecycle.accounting import wrong
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files import lines
+from meshrl.common.base.files.damage import EVENT, sentence
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
 from meshrl.directory.places import read_json
 from meshrl.directory.target import Run, may_live

@@ -8,12 +8,12 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
-from common.base.files import damage
-from common.job.changing import differences, refusal
-from common.records.checkpoints import steps_done
-from common.state import events, jobs
-from common.state.redis.client import State
+from meshrl.common.base.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
+from meshrl.common.base.files import damage
+from meshrl.common.job.changing import differences, refusal
+from meshrl.common.records.checkpoints import steps_done
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis.client import State
 from meshrl.directory import job_file, places
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.claims import locked, runs

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Refused
-from common.job.config import JobConfig
-from common.mesh.process.output.streams import outlive_a_full_disk
-from common.state import jobs
-from common.state.lifecycle.accounting import wrong
-from common.state.redis import embedded
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
+from meshrl.common.state import jobs
+from meshrl.common.state.lifecycle.accounting import wrong
+from meshrl.common.state.redis import embedded
 from meshrl.directory import places
 from meshrl.directory.claims import claimed, writing
 from meshrl.directory.target import run_in

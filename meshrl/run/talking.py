@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.errors import ConfigError, NotFound
+from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.directory import exporting
 from meshrl.directory.target import Run, may_live, run_of
 from meshrl.run.outcome import INTERRUPTED
 
 STDIN = "-"
-CHAT, SAMPLE = "services.rollout.talking", "services.rollout.talking.sampling"
+CHAT, SAMPLE = "meshrl.services.rollout.talking", "meshrl.services.rollout.talking.sampling"
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import time
 import uuid
 from pathlib import Path
 
-from common.base.errors import NotFound, Refused, StateUnavailable
-from common.state import jobs
-from common.state.jobs import ENDED, JobRow
-from common.state.redis.client import State
+from meshrl.common.base.errors import NotFound, Refused, StateUnavailable
+from meshrl.common.state import jobs
+from meshrl.common.state.jobs import ENDED, JobRow
+from meshrl.common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import read_if_whole
 from meshrl.directory.target import Run, may_live, row_of, run_of

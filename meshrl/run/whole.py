@@ -8,11 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import BadMessage, Damaged, NotFound
-from common.job.bundle import bundle_files
-from common.records.checkpoints import STATE, all_checkpoints, is_first, last_named, manifest_of
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.manifest import read_whole
+from meshrl.common.base.errors import BadMessage, Damaged, NotFound
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.records.checkpoints import (
+    STATE,
+    all_checkpoints,
+    is_first,
+    last_named,
+    manifest_of,
+)
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.manifest import read_whole
 from meshrl.directory.places import MeshPlace
 
 NAMED = 3  # missing files that an error names

@@ -6,7 +6,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from common.base.errors import ConfigError, NotFound, Refused
+from meshrl.common.base.errors import ConfigError, NotFound, Refused
 
 GAME = Path(__file__).parent / "game"
 DATA = ("train.jsonl", "held_out.jsonl", "tokenizer.json")

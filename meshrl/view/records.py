@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.base.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
-from common.base.files import damage
-from common.state import events
-from common.state.lifecycle.accounting import wrong
+from meshrl.common.base.errors import Damaged, DeadlineExceeded, MeshError, StateUnavailable
+from meshrl.common.base.files import damage
+from meshrl.common.state import events
+from meshrl.common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
 from meshrl.view.recording.audit import accused
 from meshrl.view.recording.looking import RunningMesh, SharedSnapshot

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.base.errors import StorageFull
+from meshrl.common.base.errors import StorageFull
 
 ROOM_BYTES = 1 << 20  # less than a segment of a ledger or a chunk of weights takes at once
 

@@ -10,7 +10,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from common.base.host.terminal import VisibleStream, visible
+from meshrl.common.base.host.terminal import VisibleStream, visible
 
 
 class Console(console.Console):

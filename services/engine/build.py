@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from common.base.errors import ConfigError
-from common.generation.builtin.build import BUILD_S, TorchEngine, build
-from common.generation.contract import TokenEngine
-from common.generation.kv_directories import disk_root, own_directory
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.mesh.process.interpreters import home, interpreter
-from common.mesh.runtime.mesh import Mesh
-from common.model.architecture.projections import targeted
-from common.model.tokens.tokenizer import Tokenizer
-from common.state.pool.workers.seat import Seat
-from services.engine.kv.opening import not_kept
-from services.engine.service import FLUSH_S, FLUSH_STEPS
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.builtin.build import BUILD_S, TorchEngine, build
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.generation.kv_directories import disk_root, own_directory
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.mesh.process.interpreters import home, interpreter
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.architecture.projections import targeted
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.engine.kv.opening import not_kept
+from meshrl.services.engine.service import FLUSH_S, FLUSH_STEPS
 
 if TYPE_CHECKING:
-    from services.engine.sglang.engine import SGLangEngine
-    from services.engine.sglang.server import HierarchicalCache
+    from meshrl.services.engine.sglang.engine import SGLangEngine
+    from meshrl.services.engine.sglang.server import HierarchicalCache
 
 
 async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
@@ -45,8 +45,8 @@ async def opened(mesh: Mesh, data: JobData, seat: Seat) -> TokenEngine:
 
 
 async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLangEngine:
-    from services.engine.sglang.engine import attach
-    from services.engine.sglang.server import Adapting, Launch, SGLangServer
+    from meshrl.services.engine.sglang.engine import attach
+    from meshrl.services.engine.sglang.server import Adapting, Launch, SGLangServer
 
     limits, lora = data.config.rollout, data.config.lora
     model = model_config(data)
@@ -83,7 +83,7 @@ async def _sglang(mesh: Mesh, data: JobData, resident: str, degree: int) -> SGLa
 
 def _tiers(mesh: Mesh, data: JobData) -> HierarchicalCache | None:
     """Where SGLang's own cache goes on; None: nowhere."""
-    from services.engine.sglang.server import HierarchicalCache
+    from meshrl.services.engine.sglang.server import HierarchicalCache
 
     limits = data.config.rollout
     if not limits.kv_memory and not limits.kv.disk:

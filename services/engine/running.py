@@ -14,28 +14,28 @@ from typing import Any, Protocol
 
 import torch
 
-from common.base.errors import ConfigError, MeshError
-from common.generation.contract import EngineSteps, TokenEngine
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.job.pace import profile
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.patience import Patience, patiently
-from common.model.network.lora import is_adapter, merged
-from common.records.run_lines import Traces
-from common.state import jobs
-from common.state.pool.workers.seat import Seat
-from common.weights.bulk.port import BulkServer
-from common.weights.bulk.port import serve as serve_chunks
-from common.weights.store.local_files import local_job
-from services.engine.build import opened
-from services.engine.kv.opening import host_cache
-from services.engine.service import EngineService
-from services.engine.stepping.emulation import EmulatedSteps
-from services.engine.weights.loaded import AdapterVersion, EngineWeights
-from services.engine.weights.merging import Merging, Wish
-from services.engine.weights.versions import Versions
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.generation.contract import EngineSteps, TokenEngine
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.job.pace import profile
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.patience import Patience, patiently
+from meshrl.common.model.network.lora import is_adapter, merged
+from meshrl.common.records.run_lines import Traces
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.bulk.port import BulkServer
+from meshrl.common.weights.bulk.port import serve as serve_chunks
+from meshrl.common.weights.store.local_files import local_job
+from meshrl.services.engine.build import opened
+from meshrl.services.engine.kv.opening import host_cache
+from meshrl.services.engine.service import EngineService
+from meshrl.services.engine.stepping.emulation import EmulatedSteps
+from meshrl.services.engine.weights.loaded import AdapterVersion, EngineWeights
+from meshrl.services.engine.weights.merging import Merging, Wish
+from meshrl.services.engine.weights.versions import Versions
 
 IDLE_S = 0.05  # the driver sleeps this long when it has nothing to do and no hint comes
 # A slice is long beside the millisecond that a turn takes to change hands, and short beside a step

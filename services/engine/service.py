@@ -14,9 +14,9 @@ from functools import partial
 
 import numpy as np
 
-from common.api.calls.interface import Look
-from common.api.calls.role import Settle, Settled
-from common.api.engine import (
+from meshrl.common.api.calls.interface import Look
+from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.engine import (
     Abort,
     Attach,
     CacheFrame,
@@ -29,24 +29,24 @@ from common.api.engine import (
     Submit,
     Tokens,
 )
-from common.api.stats import EngineStats, KVStats
-from common.base.errors import MeshError, Refused
-from common.base.occupancy import Occupancy
-from common.generation.contract import EngineSteps, Request, TokenEngine
-from common.mesh.residents.tiers import Tiers
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.calls.actor import Actor, call, cast, stream
-from common.mesh.runtime.mesh import Mesh
-from services.engine.kv.chunk_files import NAME_BYTES
-from services.engine.kv.host_cache import HostCache
-from services.engine.kv.moves import CacheMoves
-from services.engine.measurement.curve import CurveFit
-from services.engine.measurement.pauses import Pauses
-from services.engine.measurement.throughput import Contexts, Throughput
-from services.engine.stepping.commands import StepCommands
-from services.engine.stepping.emulation import EmulatedSteps
-from services.engine.stepping.shards import Attached, Shards
-from services.engine.weights.loaded import EngineSleeper, EngineWeights
+from meshrl.common.api.stats import EngineStats, KVStats
+from meshrl.common.base.errors import MeshError, Refused
+from meshrl.common.base.occupancy import Occupancy
+from meshrl.common.generation.contract import EngineSteps, Request, TokenEngine
+from meshrl.common.mesh.residents.tiers import Tiers
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast, stream
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.engine.kv.chunk_files import NAME_BYTES
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.moves import CacheMoves
+from meshrl.services.engine.measurement.curve import CurveFit
+from meshrl.services.engine.measurement.pauses import Pauses
+from meshrl.services.engine.measurement.throughput import Contexts, Throughput
+from meshrl.services.engine.stepping.commands import StepCommands
+from meshrl.services.engine.stepping.emulation import EmulatedSteps
+from meshrl.services.engine.stepping.shards import Attached, Shards
+from meshrl.services.engine.weights.loaded import EngineSleeper, EngineWeights
 
 FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.environment.environments import main
+from meshrl.services.environment.environments import main
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from common.environment.numbers import finite_number
+from meshrl.common.environment.numbers import finite_number
 
 KEYS = ("tool", "input", "append", "done", "reward")
 FORMS = (

@@ -19,18 +19,18 @@ from typing import Any
 
 import msgpack
 
-from common.environment import mcp_client
-from common.environment.framing import checked, encodable
-from common.environment.making import making
-from common.job import builtin
-from common.job.bundle.authored import beginning_of, place_of, placed
-from common.mesh.process.entry.child import ChildChannel
-from common.model.chat.chat import ANYWHERE, TEMPLATE, Chat
-from common.model.tokens.tokenizer import Tokenizer
-from services.environment import threaded
-from services.environment.actions import BadAnswer
-from services.environment.sessions import ChatSession, EnvironmentSession, TextSession
-from services.environment.tools import BuiltIn, JobTool
+from meshrl.common.environment import mcp_client
+from meshrl.common.environment.framing import checked, encodable
+from meshrl.common.environment.making import making
+from meshrl.common.job import builtin
+from meshrl.common.job.bundle.authored import beginning_of, place_of, placed
+from meshrl.common.mesh.process.entry.child import ChildChannel
+from meshrl.common.model.chat.chat import ANYWHERE, TEMPLATE, Chat
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.environment import threaded
+from meshrl.services.environment.actions import BadAnswer
+from meshrl.services.environment.sessions import ChatSession, EnvironmentSession, TextSession
+from meshrl.services.environment.tools import BuiltIn, JobTool
 
 TaggedReply = tuple[str, Any]
 

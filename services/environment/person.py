@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.job.builtin import PERSON
+from meshrl.common.job.builtin import PERSON
 
 
 class PersonEnvironment:

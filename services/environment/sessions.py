@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.base.errors import BadMessage
-from common.environment.framing import encodable, packed
-from common.model.chat.chat import Chat, ChatConversation, ParsedCall
-from common.model.chat.messages import Message, conversation_of, message_of
-from common.model.tokens.tokenizer import Tokenizer
-from services.environment.actions import BadAnswer, call_for_answer, score
-from services.environment.tools import BadCall, BuiltIn
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.environment.framing import encodable, packed
+from meshrl.common.model.chat.chat import Chat, ChatConversation, ParsedCall
+from meshrl.common.model.chat.messages import Message, conversation_of, message_of
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.environment.actions import BadAnswer, call_for_answer, score
+from meshrl.services.environment.tools import BadCall, BuiltIn
 
 Action = list[Any]
 SHOWN = 5  # pieces of a text that an error names

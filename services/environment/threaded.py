@@ -15,8 +15,8 @@ from typing import Any
 
 import msgpack
 
-from common.environment.framing import packed
-from common.mesh.process.entry.child import ChildChannel
+from meshrl.common.environment.framing import packed
+from meshrl.common.mesh.process.entry.child import ChildChannel
 
 PROBE = "text"  # operation that asks for a sign of life; no environment's
 

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from common.job import builtin
+from meshrl.common.job import builtin
 
 NAMES: dict[Any, str] = {str: "string", int: "integer", float: "number"}
 NAMES |= {bool: "boolean", list: "array", dict: "object"}

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from common.base.errors import ConfigError, Damaged
-from common.base.host.ports import ANY, ports
-from common.mesh.access import identity
-from common.mesh.access.identity import Identity
-from common.mesh.access.records import FILE
-from common.mesh.access.tokens import TokenTable
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.mesh.transport.keys import KeyPair, TokenKeys
-from common.mesh.transport.strangers import Limits
-from common.mesh.transport.zmq import ZmqTransport
-from services.gateway.front import FrontDoor
-from services.gateway.gateway import GatewayActor
+from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.base.host.ports import ANY, ports
+from meshrl.common.mesh.access import identity
+from meshrl.common.mesh.access.identity import Identity
+from meshrl.common.mesh.access.records import FILE
+from meshrl.common.mesh.access.tokens import TokenTable
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.mesh.transport.keys import KeyPair, TokenKeys
+from meshrl.common.mesh.transport.strangers import Limits
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.services.gateway.front import FrontDoor
+from meshrl.services.gateway.gateway import GatewayActor
 
 
 async def main(listen: str, advertise: str) -> None:

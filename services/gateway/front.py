@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-from common.api.calls.callers import CALLERS, CLIENT, JOINER
-from common.base.encoding.messages import Frame
-from common.base.errors import BadMessage
-from common.mesh.access.line import FRONT
-from common.mesh.access.records import HOST
-from common.mesh.access.tokens import TokenTable
-from common.mesh.runtime.calls.actor import Actor, bind
-from common.mesh.runtime.calls.serving import Server
-from common.mesh.runtime.calls.sweep import Sweep
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.transport.base import Peer, Transport
-from common.mesh.wire.frames import unpack_header
+from meshrl.common.api.calls.callers import CALLERS, CLIENT, JOINER
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.mesh.access.line import FRONT
+from meshrl.common.mesh.access.records import HOST
+from meshrl.common.mesh.access.tokens import TokenTable
+from meshrl.common.mesh.runtime.calls.actor import Actor, bind
+from meshrl.common.mesh.runtime.calls.serving import Server
+from meshrl.common.mesh.runtime.calls.sweep import Sweep
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.transport.base import Peer, Transport
+from meshrl.common.mesh.wire.frames import unpack_header
 
 # The id of the token, or of the member, that the request which is being served came with.
 holder: ContextVar[str] = ContextVar("holder")

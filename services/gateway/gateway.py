@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import (
+from meshrl.common.api.gateway import (
     PIECE_BYTES,
     BeginUpload,
     EventPage,
@@ -34,24 +34,24 @@ from common.api.gateway import (
     VersionsAnswer,
     VersionsRequest,
 )
-from common.base.errors import Damaged, DeadlineExceeded, NotFound, Refused, StateUnavailable
-from common.base.files import documents
-from common.base.files.lines import signature
-from common.job.isolation import containment
-from common.job.run_names import free_name
-from common.mesh.access.tokens import TokenTable
-from common.mesh.runtime.calls.actor import call, stream
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs
-from common.state.jobs import JobRow
-from common.state.lifecycle import deleting
-from common.state.lifecycle.following import happened, standing
-from common.state.pool.demand.needs import need_of
-from common.state.pool.store.fitting import refuse_what_never_fits
-from services.gateway.front import holder
-from services.gateway.hosts import HostCalls
-from services.gateway.models import Models, on_versions
-from services.gateway.uploads import Upload, Uploads, config_of
+from meshrl.common.base.errors import Damaged, DeadlineExceeded, NotFound, Refused, StateUnavailable
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.lines import signature
+from meshrl.common.job.isolation import containment
+from meshrl.common.job.run_names import free_name
+from meshrl.common.mesh.access.tokens import TokenTable
+from meshrl.common.mesh.runtime.calls.actor import call, stream
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.state.lifecycle.following import happened, standing
+from meshrl.common.state.pool.demand.needs import need_of
+from meshrl.common.state.pool.store.fitting import refuse_what_never_fits
+from meshrl.services.gateway.front import holder
+from meshrl.services.gateway.hosts import HostCalls
+from meshrl.services.gateway.models import Models, on_versions
+from meshrl.services.gateway.uploads import Upload, Uploads, config_of
 
 IDLE_S = 60.0  # an upload of which nothing arrives for so long is given up
 LOOK_S = 1.0  # between two looks whether it is

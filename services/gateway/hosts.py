@@ -12,22 +12,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.api.calls.callers import HOST_ROLES, PLANNER
-from common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation, RemainingNames
-from common.base.errors import NotFound, Refused
-from common.base.host.settings import SECRET_BYTES
-from common.base.release import release
-from common.mesh.access import members
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.access.members import AGAIN_S
-from common.mesh.access.records import FILE, digest
-from common.mesh.access.tokens import TokenTable
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.state.hosts import admission
-from common.state.pool.store import store as pool
-from common.state.pool.store.store import remaining_on
-from services.gateway.front import holder
+from meshrl.common.api.calls.callers import HOST_ROLES, PLANNER
+from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation, RemainingNames
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.base.host.settings import SECRET_BYTES
+from meshrl.common.base.release import release
+from meshrl.common.mesh.access import members
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.access.members import AGAIN_S
+from meshrl.common.mesh.access.records import FILE, digest
+from meshrl.common.mesh.access.tokens import TokenTable
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.hosts import admission
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store.store import remaining_on
+from meshrl.services.gateway.front import holder
 
 FILE_S = 10.0  # for a change of the tokens
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{2,40}")

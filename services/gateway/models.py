@@ -11,12 +11,25 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from common.api.gateway import PIECE_BYTES, ModelFiles, ModelRequest, ReadModelFile, VersionsRequest
-from common.base.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, Refused, from_wire
-from common.job.bundle import bundle_files
-from common.mesh.process.answers import answer_of
-from common.mesh.runtime.mesh import Mesh
-from common.state.jobs import JobRow
+from meshrl.common.api.gateway import (
+    PIECE_BYTES,
+    ModelFiles,
+    ModelRequest,
+    ReadModelFile,
+    VersionsRequest,
+)
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NotFound,
+    Overloaded,
+    Refused,
+    from_wire,
+)
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.process.answers import answer_of
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.jobs import JobRow
 
 EXPORTS = "exports"  # below a run
 EXPORT_S = 540.0
@@ -74,7 +87,7 @@ class Models:
         return {path for path in self._read if path.parent == models}
 
     async def _export(self, row: JobRow, want: ModelRequest, models: Path) -> Path:
-        words = [sys.executable, "-m", "services.weights.export", "--run", row.run_dir]
+        words = [sys.executable, "-m", "meshrl.services.weights.export", "--run", row.run_dir]
         words += ["--below", str(models)]
         words += ["--step", str(want.step)] if want.step >= 0 else []
         words += ["--best"] if want.best else []
@@ -121,7 +134,7 @@ async def on_versions(mesh: Mesh, row: JobRow, request: VersionsRequest) -> Any:
             f"{request.act!r:.100} is nothing that a token can ask of versions",
             fix=f"It can {', '.join(ACTS)}",
         )
-    command = [sys.executable, "-m", "services.weights.versions", request.act]
+    command = [sys.executable, "-m", "meshrl.services.weights.versions", request.act]
     command += [f"--note={request.note}"] if request.note and request.act == "pin" else []
     command += ["--", row.run_dir] + ([request.version] if request.act != "list" else [])
     logs = Path(mesh.settings.run_root) / "mesh" / "logs"

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import BeginUpload, SubmittedJob
-from common.base.errors import ConfigError, NotFound, Overloaded, Refused, StorageFull
-from common.base.files import documents
-from common.base.files.durable import sync_tree
-from common.job.bundle import arriving
-from common.job.config import JobConfig
-from common.mesh.process.host import Host
+from meshrl.common.api.gateway import BeginUpload, SubmittedJob
+from meshrl.common.base.errors import ConfigError, NotFound, Overloaded, Refused, StorageFull
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.durable import sync_tree
+from meshrl.common.job.bundle import arriving
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.host import Host
 
 INCOMING = ".incoming-"  # how the directories of uploads begin
 IO_S = 60.0  # for one piece, or to make all files
@@ -175,7 +175,7 @@ class Uploads:
 def config_of(document: Any) -> JobConfig:
     """The job that a document is; ConfigError names the key that is wrong."""
     # pydantic, which no other service needs: it is imported when the first job comes.
-    from common.job.schema import JOB
+    from meshrl.common.job.schema import JOB
 
     def fail(key: str, message: str, fix: str) -> ConfigError:
         return ConfigError(message, where=key, fix=fix)

@@ -1,4 +1,4 @@
-"""The entry of a host's agent: `python -m services.node --workers 3`."""
+"""The entry of a host's agent: `python -m meshrl.services.node --workers 3`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from common.mesh.residents.orphan import ORPHAN_S
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.state.pool.placing.taking import ALL, taken
-from common.weights.store import host_chunks
-from services.node.agent import NodeAgent
-from services.node.gpus.accelerators import discover
-from services.node.residents.roles import with_overrides
-from services.node.worker import budget_options, market_option
+from meshrl.common.mesh.residents.orphan import ORPHAN_S
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.state.pool.placing.taking import ALL, taken
+from meshrl.common.weights.store import host_chunks
+from meshrl.services.node.agent import NodeAgent
+from meshrl.services.node.gpus.accelerators import discover
+from meshrl.services.node.residents.roles import with_overrides
+from meshrl.services.node.worker import budget_options, market_option
 
 
 async def main(a: argparse.Namespace) -> None:

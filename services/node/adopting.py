@@ -9,12 +9,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.handle import Child
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import registry
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import registry
 
 LOOK_S = 2.0  # a look for one process must not hold up a restart
 

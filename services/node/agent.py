@@ -15,29 +15,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api import node as api
-from common.api.calls.interface import Look
-from common.api.node import LogPart, Node, ReadLog
-from common.api.stats import NodeStats
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Stoppable
-from common.mesh.process.supervision.ended import EndReport, Reports
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
-from common.mesh.runtime.calls.actor import Actor, call, cast
-from common.mesh.runtime.mesh import Mesh
-from common.state import events
-from common.state.pool.placing.taking import ALL
-from common.state.pool.workers.names import worker_process
-from services.node import old_runs
-from services.node.adopting import Notes
-from services.node.gpus.accelerators import WorkerAccelerator
-from services.node.gpus.watch import GpuWatch
-from services.node.host_load import Distance, HostLoad
-from services.node.isolation import OwnIsolation
-from services.node.job_services import JobServices
-from services.node.log_files import HostLogFiles
+from meshrl.common.api import node as api
+from meshrl.common.api.calls.interface import Look
+from meshrl.common.api.node import LogPart, Node, ReadLog
+from meshrl.common.api.stats import NodeStats
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Stoppable
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import events
+from meshrl.common.state.pool.placing.taking import ALL
+from meshrl.common.state.pool.workers.names import worker_process
+from meshrl.services.node import old_runs
+from meshrl.services.node.adopting import Notes
+from meshrl.services.node.gpus.accelerators import WorkerAccelerator
+from meshrl.services.node.gpus.watch import GpuWatch
+from meshrl.services.node.host_load import Distance, HostLoad
+from meshrl.services.node.isolation import OwnIsolation
+from meshrl.services.node.job_services import JobServices
+from meshrl.services.node.log_files import HostLogFiles
 
 T = TypeVar("T")
 BUDGET = (20, 120.0)  # restarts of a worker in seconds: spot hosts see faults every few seconds
@@ -50,7 +50,7 @@ EVENT_S = 2.0  # a report must not hold up a restart
 
 def program(name: str) -> list[str]:
     """What tells the command line of the worker with this name in the registry."""
-    return ["services.node.worker", "--worker", name.partition("/")[2]]
+    return ["meshrl.services.node.worker", "--worker", name.partition("/")[2]]
 
 
 class NodeAgent(Actor, Hooks):

@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from common.api.stats import DistanceStats, HostLoadStats
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.runtime.mesh import Mesh
-from common.state.redis.client import server_ms
+from meshrl.common.api.stats import DistanceStats, HostLoadStats
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.redis.client import server_ms
 
 LOOK_S = 1.0
 WINDOW_S = 5.0  # that `busy_cores` is the mean of

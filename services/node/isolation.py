@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from common.base.errors import DeadlineExceeded
-from common.job.isolation import containment
-from common.job.isolation.isolation import ORDER, RUNNER, TRYING, contains
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.workers.names import TAKEN
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.job.isolation import containment
+from meshrl.common.job.isolation.isolation import ORDER, RUNNER, TRYING, contains
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.names import TAKEN
 
 FOUND_S = 2 * containment.PROBE_S + 5.0  # the host's own, and gVisor's
 AGAIN_S = 300.0  # what is missing may be installed, and a probe fail for want of time or memory

@@ -13,24 +13,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from common.mesh.process.handle import Child
-from common.mesh.process.supervision.ended import EndReport, Reports
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import (
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import (
     NO_START,
     ChildEnd,
     ChildSpec,
     Hooks,
     Supervisor,
 )
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.store import store as pool
-from common.state.pool.workers import names
-from services.node.adopting import Notes
-from services.node.sandbox_code import SandboxCode
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers import names
+from meshrl.services.node.adopting import Notes
+from meshrl.services.node.sandbox_code import SandboxCode
 
 LOOK_S = 1.0  # between two looks at the record; a hint comes earlier
 # As of a role process: restarts in seconds, whose delays add up to what an error of its own must
@@ -48,7 +48,7 @@ ENVIRONMENT: Mapping[str, Mapping[str, str]] = {"rollout": {}, "sandbox": {NURSE
 
 def command(name: str, options: Sequence[str]) -> list[str]:
     kind, job, number = names.service(name)
-    module = [sys.executable, "-m", f"services.{kind}"]
+    module = [sys.executable, "-m", f"meshrl.services.{kind}"]
     about = ["--name", name] if kind == "sandbox" else ["--job", job, "--shard", str(number)]
     return [*module, *about, *options]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.api.node import LogFile, LogPart
-from common.base.errors import NotFound
-from common.mesh.process.output.log_bounds import bound_file
+from meshrl.common.api.node import LogFile, LogPart
+from meshrl.common.base.errors import NotFound
+from meshrl.common.mesh.process.output.log_bounds import bound_file
 
 MOST_BYTES = 1 << 20  # of a part, whatever is asked for
 ENDING = ".log"

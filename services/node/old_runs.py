@@ -8,11 +8,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from common.base.errors import MeshError, NotFound
-from common.generation import kv_directories
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs
-from common.weights.store import host_chunks, local_files
+from meshrl.common.base.errors import MeshError, NotFound
+from meshrl.common.generation import kv_directories
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs
+from meshrl.common.weights.store import host_chunks, local_files
 
 SWEEP_S = 3600.0
 # Of a job that Redis does not know: it may have lost it, and `meshrl resume` bring it back, but

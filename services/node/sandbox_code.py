@@ -10,15 +10,15 @@ import contextlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from common.api.weights import STORE
-from common.base.errors import MeshError, NotFound, StateUnavailable
-from common.job.bundle import loading
-from common.job.bundle.job_data import MODULES, JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import jobs
-from common.state.pool.workers import names
-from common.weights.store.local_files import at_home, fetched, is_home, release
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.errors import MeshError, NotFound, StateUnavailable
+from meshrl.common.job.bundle import loading
+from meshrl.common.job.bundle.job_data import MODULES, JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers import names
+from meshrl.common.weights.store.local_files import at_home, fetched, is_home, release
 
 AGAIN_S = 5.0  # after an error
 SOON_S = 0.5  # after Redis did not answer

@@ -14,25 +14,25 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 
-from common.api.calls.interface import Look
-from common.api.node import Worker
-from common.api.stats import WorkerStats
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.residents.orphan import ORPHAN_S, until_orphaned
-from common.mesh.runtime.calls.actor import cast
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.mesh.runtime.tasks import first_of
-from common.state.pool.store import store as pool
-from common.state.pool.workers.names import worker_process
-from common.state.pool.workers.rows import Budget, Doing, Gang, Report, Tier
-from common.state.pool.workers.rows import WorkerRow as WorkerRow
-from services.node.residents.budgets import Budgets
-from services.node.residents.process import Around
-from services.node.residents.residents import Residents
-from services.node.residents.roles import RoleWish, clashes, wishes, with_overrides
-from services.node.residents.room import GpuRoom
-from services.node.residents.segments import KeepsSegments, Segments
-from services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
+from meshrl.common.api.calls.interface import Look
+from meshrl.common.api.node import Worker
+from meshrl.common.api.stats import WorkerStats
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.residents.orphan import ORPHAN_S, until_orphaned
+from meshrl.common.mesh.runtime.calls.actor import cast
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.mesh.runtime.tasks import first_of
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.names import worker_process
+from meshrl.common.state.pool.workers.rows import Budget, Doing, Gang, Report, Tier
+from meshrl.common.state.pool.workers.rows import WorkerRow as WorkerRow
+from meshrl.services.node.residents.budgets import Budgets
+from meshrl.services.node.residents.process import Around
+from meshrl.services.node.residents.residents import Residents
+from meshrl.services.node.residents.roles import RoleWish, clashes, wishes, with_overrides
+from meshrl.services.node.residents.room import GpuRoom
+from meshrl.services.node.residents.segments import KeepsSegments, Segments
+from meshrl.services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
 
 LOOK_S = 0.5  # between two looks at the record; a hint comes earlier
 LEAVE_S = 3.0  # to give the name back

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from services.planner.planner import Planner
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.services.planner.planner import Planner
 
 
 async def main(a: argparse.Namespace) -> None:

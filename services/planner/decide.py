@@ -12,26 +12,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Decision
-from common.state.pool.placing.fitting import fitted
-from common.state.pool.placing.snapshot import Snapshot
-from services.planner.admission.feasibility import runnable, shortfalls
-from services.planner.admission.sharing import PoolDivision, ShareClaim, divide
-from services.planner.admission.takers import Takers
-from services.planner.balance.balancing import Plays, balance
-from services.planner.balance.learning import learned
-from services.planner.balance.watch import SplitWatch
-from services.planner.memory import PlannerMemory
-from services.planner.policies import moves, pausing
-from services.planner.policies.engines import nowhere
-from services.planner.policies.leaving import leave, lose, release
-from services.planner.policies.mixtures import divided
-from services.planner.policies.placement import end_turns, give_back, grow, place_floor
-from services.planner.policies.requests import answer
-from services.planner.policies.serving import serve
-from services.planner.pool.draft import Draft
-from services.planner.pool.presence import Presence, present
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Decision
+from meshrl.common.state.pool.placing.fitting import fitted
+from meshrl.common.state.pool.placing.snapshot import Snapshot
+from meshrl.services.planner.admission.feasibility import runnable, shortfalls
+from meshrl.services.planner.admission.sharing import PoolDivision, ShareClaim, divide
+from meshrl.services.planner.admission.takers import Takers
+from meshrl.services.planner.balance.balancing import Plays, balance
+from meshrl.services.planner.balance.learning import learned
+from meshrl.services.planner.balance.watch import SplitWatch
+from meshrl.services.planner.memory import PlannerMemory
+from meshrl.services.planner.policies import moves, pausing
+from meshrl.services.planner.policies.engines import nowhere
+from meshrl.services.planner.policies.leaving import leave, lose, release
+from meshrl.services.planner.policies.mixtures import divided
+from meshrl.services.planner.policies.placement import end_turns, give_back, grow, place_floor
+from meshrl.services.planner.policies.requests import answer
+from meshrl.services.planner.policies.serving import serve
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.presence import Presence, present
 
 
 def decide(snapshot: Snapshot, memory: PlannerMemory) -> tuple[list[Decision], PlannerMemory]:

@@ -1,4 +1,4 @@
-"""What the planner would decide, and why: `python -m services.planner.explain < look.json`.
+"""What the planner would decide, and why: `python -m meshrl.services.planner.explain < look.json`.
 
 Reads `{"snapshot": ..., "memory": ...}` (or a snapshot alone) and prints each decision with its
 rule and the figures that it was made by. Nothing is written anywhere.
@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from common.base.errors import MeshError
-from common.base.host.terminal import guarded_output
-from common.state.pool.placing.decisions import (
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.host.terminal import guarded_output
+from meshrl.common.state.pool.placing.decisions import (
     Admit,
     Decision,
     Decline,
@@ -30,12 +30,12 @@ from common.state.pool.placing.decisions import (
     Remove,
     Serve,
 )
-from common.state.pool.placing.snapshot import Snapshot
-from common.state.pool.store.reading import snapshot_of
-from services.planner.admission.takers import Takers
-from services.planner.decide import decide
-from services.planner.memory import PlannerMemory
-from services.planner.pool.presence import present
+from meshrl.common.state.pool.placing.snapshot import Snapshot
+from meshrl.common.state.pool.store.reading import snapshot_of
+from meshrl.services.planner.admission.takers import Takers
+from meshrl.services.planner.decide import decide
+from meshrl.services.planner.memory import PlannerMemory
+from meshrl.services.planner.pool.presence import present
 
 
 def told(decision: Decision) -> str:

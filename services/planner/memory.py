@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.base.encoding.plain import plain, restored
-from common.base.errors import BadMessage
-from services.planner.balance.watch import SplitWatch
-from services.planner.costs.correction import Correction
-from services.planner.policies.mixtures import Mixture, told
-from services.planner.pool.presence import PoolAbsences
+from meshrl.common.base.encoding.plain import plain, restored
+from meshrl.common.base.errors import BadMessage
+from meshrl.services.planner.balance.watch import SplitWatch
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.policies.mixtures import Mixture, told
+from meshrl.services.planner.pool.presence import PoolAbsences
 
 
 @dataclass(frozen=True, slots=True)

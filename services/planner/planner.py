@@ -11,16 +11,16 @@ import asyncio
 import json
 from collections.abc import Iterable
 
-from common.api.calls.interface import Look
-from common.api.node import Node, Worker
-from common.api.stats import PlannerStats
-from common.base.errors import DeadlineExceeded, Fenced, MeshError
-from common.mesh.process.host import Stoppable
-from common.mesh.runtime.calls.actor import Actor
-from common.mesh.runtime.mesh import Mesh
-from common.state import leader
-from common.state.lifecycle import deleting
-from common.state.pool.placing.decisions import (
+from meshrl.common.api.calls.interface import Look
+from meshrl.common.api.node import Node, Worker
+from meshrl.common.api.stats import PlannerStats
+from meshrl.common.base.errors import DeadlineExceeded, Fenced, MeshError
+from meshrl.common.mesh.process.host import Stoppable
+from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import leader
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.state.pool.placing.decisions import (
     Decision,
     Dissolve,
     Form,
@@ -29,12 +29,12 @@ from common.state.pool.placing.decisions import (
     Remove,
     Serve,
 )
-from common.state.pool.placing.snapshot import Snapshot
-from common.state.pool.store import store as pool
-from common.state.pool.workers.names import agent, worker_process
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.decide import decide
-from services.planner.memory import PlannerMemory
+from meshrl.common.state.pool.placing.snapshot import Snapshot
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.names import agent, worker_process
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.decide import decide
+from meshrl.services.planner.memory import PlannerMemory
 
 ELECTION = "planner"
 LEASE_MS = 6000

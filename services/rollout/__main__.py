@@ -1,15 +1,16 @@
-"""The entry of a rollout shard's process: `python -m services.rollout --job JOB --shard N`."""
+"""The entry of a rollout shard's process: `python -m meshrl.services.rollout --job JOB --shard
+N`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from common.mesh.residents.orphan import ORPHAN, until_orphaned
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.mesh.runtime.tasks import first_of
-from common.state.pool.workers.names import shard
-from services.rollout.shard import RolloutShard
+from meshrl.common.mesh.residents.orphan import ORPHAN, until_orphaned
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.mesh.runtime.tasks import first_of
+from meshrl.common.state.pool.workers.names import shard
+from meshrl.services.rollout.shard import RolloutShard
 
 
 async def main(a: argparse.Namespace) -> None:

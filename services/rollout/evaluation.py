@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from common.job.evaluation_plan import HELD_OUT, EvaluationPlan, comparable, estimates, mean
-from common.mesh.runtime.patience import patiently
-from common.mesh.runtime.tasks import all_of
-from common.state import jobs
-from services.rollout.job import ShardJob
-from services.rollout.runner import EVALUATION_GROUP
-from services.rollout.trajectories.failures import OTHER
-from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
+from meshrl.common.job.evaluation_plan import HELD_OUT, EvaluationPlan, comparable, estimates, mean
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.tasks import all_of
+from meshrl.common.state import jobs
+from meshrl.services.rollout.job import ShardJob
+from meshrl.services.rollout.runner import EVALUATION_GROUP
+from meshrl.services.rollout.trajectories.failures import OTHER
+from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}  # the modes in which the held-out set is evaluated
 SETS = 64  # datasets and modes of one version that have groups of their own

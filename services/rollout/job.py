@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from common.api.stats import ShardStats
-from common.base.errors import MeshError
-from common.base.files import damage
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.mesh.runtime.tasks import all_of
-from common.records.ledger import Kind
-from common.state import events, jobs, registry
-from common.state import groups as rows
-from common.state.pool.demand import measured
-from common.weights.bulk.port import BulkClient
-from services.rollout.record.finished_groups import finished_group, hand_in
-from services.rollout.routing.engine_link import SeenEngine
-from services.rollout.runner import TrajectoryRunner
-from services.rollout.samples import Samples
-from services.rollout.trajectories.trajectory import Trajectory
-from services.rollout.worked import SHUT
+from meshrl.common.api.stats import ShardStats
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.files import damage
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.tasks import all_of
+from meshrl.common.records.ledger import Kind
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state import groups as rows
+from meshrl.common.state.pool.demand import measured
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.services.rollout.record.finished_groups import finished_group, hand_in
+from meshrl.services.rollout.routing.engine_link import SeenEngine
+from meshrl.services.rollout.runner import TrajectoryRunner
+from meshrl.services.rollout.samples import Samples
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.rollout.worked import SHUT
 
 LOOK_S = 0.5  # how often engines and the job's row are looked at without a hint
 GATE_S = 0.1  # how soon a closed gate is tried again

@@ -11,29 +11,29 @@ from typing import Any
 
 import numpy as np
 
-from common.api.engine import Finish, Sampling
-from common.base.errors import ToolFailed
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.model.tokens.tokenizer import Tokenizer
-from common.records.ledger import Kind
-from services.rollout.environments.pool import EnvironmentPool
-from services.rollout.record.group_commit import GroupCommit
-from services.rollout.record.shard_ledger import ShardLedger
-from services.rollout.rewards.judge import judge_of
-from services.rollout.rewards.sandboxes import SandboxClient
-from services.rollout.rewards.scoring import Scorer
-from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.length_history import LengthHistory
-from services.rollout.routing.lengths import LengthTrees
-from services.rollout.routing.queues import LengthBucket
-from services.rollout.routing.router import Router
-from services.rollout.routing.stay import Stay
-from services.rollout.trajectories.failures import Failures, TrajectoryFailed
-from services.rollout.trajectories.trajectory import NOT_SAMPLED, Ending, Trajectory
-from services.rollout.trajectories.transcript import Transcript, stop_ids
-from services.rollout.trajectories.turns import TurnPlayer
-from services.rollout.worked import IN_FLIGHT, TrajectoryTimes, Worked
+from meshrl.common.api.engine import Finish, Sampling
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.records.ledger import Kind
+from meshrl.services.rollout.environments.pool import EnvironmentPool
+from meshrl.services.rollout.record.group_commit import GroupCommit
+from meshrl.services.rollout.record.shard_ledger import ShardLedger
+from meshrl.services.rollout.rewards.judge import judge_of
+from meshrl.services.rollout.rewards.sandboxes import SandboxClient
+from meshrl.services.rollout.rewards.scoring import Scorer
+from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing.length_history import LengthHistory
+from meshrl.services.rollout.routing.lengths import LengthTrees
+from meshrl.services.rollout.routing.queues import LengthBucket
+from meshrl.services.rollout.routing.router import Router
+from meshrl.services.rollout.routing.stay import Stay
+from meshrl.services.rollout.trajectories.failures import Failures, TrajectoryFailed
+from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Ending, Trajectory
+from meshrl.services.rollout.trajectories.transcript import Transcript, stop_ids
+from meshrl.services.rollout.trajectories.turns import TurnPlayer
+from meshrl.services.rollout.worked import IN_FLIGHT, TrajectoryTimes, Worked
 
 EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
 TOO_LONG = "leave out what is longer than rollout.max_tokens = {}, or raise it"

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from common.base.errors import StorageFull
-from common.base.files.lines import line_of
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.records.run_lines import lines_of, sample_file
-from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
-from services.rollout.trajectories.transcript import Transcript
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files.lines import line_of
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.run_lines import lines_of, sample_file
+from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
+from meshrl.services.rollout.trajectories.transcript import Transcript
 
 MOST = 24  # trajectories of a step, on one shard
 FAILED = 3  # of each kind of failure in a step

@@ -11,21 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError, NotFound, Refused
-from common.job.bundle.job_data import JobData
-from common.job.evaluation_plan import AFTER, BEFORE, EvaluationPlan, bracket, due
-from common.mesh.process.ends.failure import FATAL, Failure
-from common.mesh.runtime.calls.actor import Actor
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import jobs
-from common.state.jobs import ACTIVE, Phase
-from common.state.pool.store import store as pool
-from common.state.pool.workers.names import service
-from common.weights.store.local_files import local_job
-from services.rollout.evaluation import evaluate
-from services.rollout.job import LOOK_S, ShardJob, enter_phase
-from services.rollout.runner import TrajectoryRunner
+from meshrl.common.base.errors import MeshError, NotFound, Refused
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.evaluation_plan import AFTER, BEFORE, EvaluationPlan, bracket, due
+from meshrl.common.mesh.process.ends.failure import FATAL, Failure
+from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import jobs
+from meshrl.common.state.jobs import ACTIVE, Phase
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.names import service
+from meshrl.common.weights.store.local_files import local_job
+from meshrl.services.rollout.evaluation import evaluate
+from meshrl.services.rollout.job import LOOK_S, ShardJob, enter_phase
+from meshrl.services.rollout.runner import TrajectoryRunner
 
 BROKEN = 70  # exit status after an error that nobody foresaw
 

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from common.base.occupancy import Occupancy
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
-from common.records.run_lines import Traces
-from common.state.pool.demand.measured import LEVELS, Lengths, MeasuredWork
-from services.rollout.routing.stay import AT_ENGINE, TURN
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.base.occupancy import Occupancy
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
+from meshrl.common.records.run_lines import Traces
+from meshrl.common.state.pool.demand.measured import LEVELS, Lengths, MeasuredWork
+from meshrl.services.rollout.routing.stay import AT_ENGINE, TURN
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 IN_FLIGHT = "flight"  # places of `Worked.spent`, beside those of a stay: training trajectories
 SHUT = "shut"  # and the gate, which is there while it holds back what there is room for

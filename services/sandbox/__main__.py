@@ -1,4 +1,4 @@
-"""The entry of a sandbox: `python -m services.sandbox --name sandbox/JOB/N`."""
+"""The entry of a sandbox: `python -m meshrl.services.sandbox --name sandbox/JOB/N`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from common.mesh.process.ends import limits
-from common.mesh.residents.orphan import ORPHAN, until_orphaned
-from common.mesh.residents.pausing import stands_while_paused
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.state.pool.workers.names import service
-from common.weights.store.local_files import modules_here
-from services.sandbox.actor import MeshParts, SandboxActor, ServedSandbox
-from services.sandbox.outcomes import ToldEnds
-from services.sandbox.workers.calls import RLIMITS, PoolLimits
+from meshrl.common.mesh.process.ends import limits
+from meshrl.common.mesh.residents.orphan import ORPHAN, until_orphaned
+from meshrl.common.mesh.residents.pausing import stands_while_paused
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.state.pool.workers.names import service
+from meshrl.common.weights.store.local_files import modules_here
+from meshrl.services.sandbox.actor import MeshParts, SandboxActor, ServedSandbox
+from meshrl.services.sandbox.outcomes import ToldEnds
+from meshrl.services.sandbox.workers.calls import RLIMITS, PoolLimits
 
 
 async def main(

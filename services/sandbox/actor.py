@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.api.sandbox import (
+from meshrl.common.api.sandbox import (
     CallOutcome,
     EndSessions,
     Loaded,
@@ -21,27 +21,27 @@ from common.api.sandbox import (
     SandboxStats,
     ToolCall,
 )
-from common.base.clock import Clock
-from common.base.errors import NotFound, Refused
-from common.job import builtin
-from common.job.bundle import loading
-from common.job.isolation import isolation
-from common.mesh.process.host import Host
-from common.mesh.runtime.calls.actor import Actor, call, cast
-from common.mesh.runtime.calls.waits import WaitTable
-from services.sandbox.isolation import tiers
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.outer_jail.interpreters import (
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.job import builtin
+from meshrl.common.job.bundle import loading
+from meshrl.common.job.isolation import isolation
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.services.sandbox.isolation import tiers
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
     Interpreter,
     interpreter_of,
     with_pytest,
 )
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.jobs import Jailed, LoadedJob, trusted
-from services.sandbox.outcomes import Answer, Ends
-from services.sandbox.workers.calls import PoolFunctions, PoolLimits
-from services.sandbox.workers.pool import WorkerPool
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.jobs import Jailed, LoadedJob, trusted
+from meshrl.services.sandbox.outcomes import Answer, Ends
+from meshrl.services.sandbox.workers.calls import PoolFunctions, PoolLimits
+from meshrl.services.sandbox.workers.pool import WorkerPool
 
 Modules = Callable[[str, str], Awaitable[str]]  # of a directory at home and a bundle's digest
 SWEEP_S = 5.0  # between two looks for sessions that are idle

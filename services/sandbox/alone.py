@@ -1,7 +1,7 @@
 """The sandbox without a mesh: one parent asks it through a channel, one request at a time.
 
-`python -m services.sandbox.alone`. A frame is [method, body] of `common.api.sandbox`; the answer is
-["ok", body] or ["error", code, text].
+`python -m meshrl.services.sandbox.alone`. A frame is [method, body] of `meshrl.common.api.sandbox`;
+the answer is ["ok", body] or ["error", code, text].
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import msgpack
 
-from common.api.sandbox import LoadJob, RewardBatch, RunTools
-from common.base.clock import SystemClock
-from common.base.encoding.messages import decode, encode
-from common.base.errors import BadMessage, MeshError, to_wire
-from common.mesh.process.entry.child import ChildChannel
-from common.mesh.process.host import SystemHost
-from services.sandbox.actor import SandboxActor, ServedSandbox
-from services.sandbox.workers.calls import PoolLimits
+from meshrl.common.api.sandbox import LoadJob, RewardBatch, RunTools
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.messages import decode, encode
+from meshrl.common.base.errors import BadMessage, MeshError, to_wire
+from meshrl.common.mesh.process.entry.child import ChildChannel
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.actor import SandboxActor, ServedSandbox
+from meshrl.services.sandbox.workers.calls import PoolLimits
 
 REQUESTS: dict[str, Any] = {"load": LoadJob, "run": RunTools, "score": RewardBatch}
 IDLE_S = 7 * 86_400.0  # between two requests, as long as a person may think

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from common.api.sandbox import (
+from meshrl.common.api.sandbox import (
     BAD_VALUE,
     CRASHED,
     OK,
@@ -19,22 +19,22 @@ from common.api.sandbox import (
     RewardCall,
     ToolCall,
 )
-from common.base.clock import Clock
-from common.job import builtin
-from services.sandbox.grading.code import grading as code
-from services.sandbox.grading.code import real_pytest
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import JailFailed, Ran
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.outcomes import Answer
-from services.sandbox.sessions import Sessions
-from services.sandbox.workers.calls import PoolCall
-from services.sandbox.workers.pool import WorkerPool
-from services.sandbox.workers.worker import REWARD, TOOL, shown_name
+from meshrl.common.base.clock import Clock
+from meshrl.common.job import builtin
+from meshrl.services.sandbox.grading.code import grading as code
+from meshrl.services.sandbox.grading.code import real_pytest
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import JailFailed, Ran
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.sessions import Sessions
+from meshrl.services.sandbox.workers.calls import PoolCall
+from meshrl.services.sandbox.workers.pool import WorkerPool
+from meshrl.services.sandbox.workers.worker import REWARD, TOOL, shown_name
 
-_GRADING = "services.sandbox.grading"
+_GRADING = "meshrl.services.sandbox.grading"
 TRUSTED = {
     "calculator": f"{_GRADING}.calculator:calculator",
     "math": f"{_GRADING}.mathematics.maths:reward",

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import Clock
-from common.mesh.process.supervision.ended import EndReport, Reports
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.state.redis.client import State
 
 TELL_S = 5.0  # between two events of one name
 KILLED = -9  # what ended a process that was killed for what it did not do
@@ -22,7 +22,7 @@ KILLED = -9  # what ended a process that was killed for what it did not do
 
 @dataclass(frozen=True)
 class Answer:
-    status: str  # a status of common.api.sandbox
+    status: str  # a status of meshrl.common.api.sandbox
     value: Any
     error: str
 

@@ -10,14 +10,14 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
-from common.base.clock import Clock
-from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, Ran, wanted
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.jail.guests import guest
+from meshrl.common.api.sandbox import CRASHED, EVICTED, OK, OUT_OF_MEMORY, REFUSED
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, Ran, wanted
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.jail.guests import guest
 
 REMEMBERED = 4096  # evicted sessions whose next call is told so
 SEND_S = 30.0

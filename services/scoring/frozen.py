@@ -10,18 +10,25 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.calls.role import Settle, Settled
-from common.api.scoring import JudgeBatch, RoleScores, ScoreBatch, ScoredBatch, Scoring, Verdicts
-from common.base.errors import MeshError, Refused
-from common.generation.contract import TokenEngine
-from common.mesh.residents.tiers import Keep, KeepsNothing, Take, Tiers
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import NotThere
-from common.mesh.runtime.serial_executor import SerialExecutor
-from common.model.files.storages import trim
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.scoring import (
+    JudgeBatch,
+    RoleScores,
+    ScoreBatch,
+    ScoredBatch,
+    Scoring,
+    Verdicts,
+)
+from meshrl.common.base.errors import MeshError, Refused
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.mesh.residents.tiers import Keep, KeepsNothing, Take, Tiers
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import NotThere
+from meshrl.common.mesh.runtime.serial_executor import SerialExecutor
+from meshrl.common.model.files.storages import trim
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Load = Callable[[], Awaitable[dict[str, "FrozenModel"]]]

@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.api.scoring import scoring_name
-from common.base.errors import ConfigError, Damaged, NotFound
-from common.generation.builtin.build import BUILD_S, TorchEngine, build
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.job.config import INITIAL, FrozenModelConfig
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.patience import patiently
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.files.rows import load_model
-from common.model.network.lora import merged
-from common.model.tokens.tokenizer import Tokenizer, with_tokenizer
-from common.state import jobs
-from common.state.pool.workers.seat import Seat
-from common.weights.bulk.port import BulkClient
-from common.weights.receive import Receiver
-from common.weights.store.local_files import local_job
-from services.scoring.frozen import FrozenModel, FrozenModels
+from meshrl.common.api.scoring import scoring_name
+from meshrl.common.base.errors import ConfigError, Damaged, NotFound
+from meshrl.common.generation.builtin.build import BUILD_S, TorchEngine, build
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.job.config import INITIAL, FrozenModelConfig
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint import load_config
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.network.lora import merged
+from meshrl.common.model.tokens.tokenizer import Tokenizer, with_tokenizer
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.local_files import local_job
+from meshrl.services.scoring.frozen import FrozenModel, FrozenModels
 
 LOAD_S = 3600.0  # to load one model into memory
 LOOK_S = 0.5  # how often version 0 is looked for

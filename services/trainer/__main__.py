@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common.mesh.runtime.mesh import run
-from common.state.pool.workers.seat import Seat, parser
-from services.trainer.running import main
+from meshrl.common.mesh.runtime.mesh import run
+from meshrl.common.state.pool.workers.seat import Seat, parser
+from meshrl.services.trainer.running import main
 
 if __name__ == "__main__":
     seat = Seat.of(parser(__doc__).parse_args())

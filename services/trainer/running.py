@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.api.ranks import COMPUTE_S, rank_name
-from common.base.errors import ConfigError, MeshError
-from common.hardware.gpus import computing
-from common.job.bundle.job_data import JobData
-from common.mesh.residents.pausing import stands_while_paused
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.patience import patiently
-from common.state import jobs
-from common.state.pool.workers.seat import Seat
-from common.weights.store.local_files import local_job
-from services.trainer.compute.gradient_transfer import hybrid_name
-from services.trainer.compute.piece_runner import PieceRunner
-from services.trainer.core.core import TrainerCore
-from services.trainer.gang.compute import Compute
-from services.trainer.hybrids.hybrid import Hybrid
-from services.trainer.initial.beginning import (
+from meshrl.common.api.ranks import COMPUTE_S, rank_name
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.hardware.gpus import computing
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.residents.pausing import stands_while_paused
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.store.local_files import local_job
+from meshrl.services.trainer.compute.gradient_transfer import hybrid_name
+from meshrl.services.trainer.compute.piece_runner import PieceRunner
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.hybrids.hybrid import Hybrid
+from meshrl.services.trainer.initial.beginning import (
     COMPILE_S,
     adapt,
     check,
     compile_kernels,
     fresh_learner,
 )
-from services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.rank import Rank
 
 if TYPE_CHECKING:
-    from services.trainer.arithmetic.learner import Learner
+    from meshrl.services.trainer.arithmetic.learner import Learner
 
 
 async def main(seat: Seat) -> None:
@@ -59,7 +59,7 @@ class Arithmetic:
         """One of a core, on an accelerator of this name; of several in no group yet."""
         if seat.ranks == 1:
             return Rank.alone(self.learner(data))
-        from services.trainer.gang.running import make_rank
+        from meshrl.services.trainer.gang.running import make_rank
 
         _check(data)
         return make_rank(data, seat, accelerator)
@@ -79,7 +79,7 @@ async def serve(mesh: Mesh, seat: Seat, arithmetic: Arithmetic) -> None:
             if data.config.mesh.device == "cpu":
                 await mesh.host.run_blocking(arithmetic.prepare, deadline_s=COMPILE_S)
             if seat.rank:
-                from services.trainer.gang.running import obey
+                from meshrl.services.trainer.gang.running import obey
 
                 rank = arithmetic.rank(data, seat, mesh.settings.accelerator)
                 await obey(mesh, data, seat, rank, await _profile(mesh, data, seat))
@@ -96,7 +96,7 @@ async def _profile(mesh: Mesh, data: JobData, seat: Seat) -> dict[str, Any]:
     training = data.config.training
     if seat.ranks == 1 or not training.zebra.auto or training.pace:
         return {}
-    from services.trainer.zebra.profiling import profile_of
+    from meshrl.services.trainer.zebra.profiling import profile_of
 
     return await profile_of(mesh, data)
 

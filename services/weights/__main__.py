@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import STORE
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.mesh.runtime.tasks import all_of
-from common.weights.bulk.port import ChunkStore
-from common.weights.bulk.port import serve as serve_chunks
-from services.weights.copying import Copying
-from services.weights.keeping.sweeping import SweepPace
-from services.weights.store import WeightStore
-from services.weights.version_copies import VersionCopies
+from meshrl.common.api.weights import STORE
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.mesh.runtime.tasks import all_of
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.bulk.port import serve as serve_chunks
+from meshrl.services.weights.copying import Copying
+from meshrl.services.weights.keeping.sweeping import SweepPace
+from meshrl.services.weights.store import WeightStore
+from meshrl.services.weights.version_copies import VersionCopies
 
 
 async def main() -> None:

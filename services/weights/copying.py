@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.base.errors import Damaged, MeshError, NotFound, StateUnavailable
-from common.base.files.at_url import without_secrets
-from common.job.bundle import bundle_files
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.records.checkpoints import manifest_of
-from common.records.durable_copy import Durable, DurableCopy, TakenOver, of_job
-from common.state import events, jobs
-from common.state.jobs import JobRow
-from common.state.lifecycle import deleting
-from common.state.pool.store import store as pool
+from meshrl.common.base.errors import Damaged, MeshError, NotFound, StateUnavailable
+from meshrl.common.base.files.at_url import without_secrets
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.records.checkpoints import manifest_of
+from meshrl.common.records.durable_copy import Durable, DurableCopy, TakenOver, of_job
+from meshrl.common.state import events, jobs
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.state.pool.store import store as pool
 
 T = TypeVar("T")
 LOOK_S = 2.0  # between two looks for commits

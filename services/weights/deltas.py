@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from common.api.transfer.deltas import (
+from meshrl.common.api.transfer.deltas import (
     AskDeltas,
     Base,
     BeginDelta,
@@ -22,12 +22,12 @@ from common.api.transfer.deltas import (
     Received,
     StageDelta,
 )
-from common.api.weights import Weights
-from common.base.errors import BadMessage, DeadlineExceeded
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from services.weights.keeping.records import JobRecords
-from services.weights.keeping.retention import Number
+from meshrl.common.api.weights import Weights
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.weights.keeping.records import JobRecords
+from meshrl.services.weights.keeping.retention import Number
 
 HELD_S = 3600.0  # that a host counts as holding what it told of: so long its cache keeps chunks
 # Without news of a part that goes on: chunks follow each other in fractions of a second.

@@ -1,9 +1,9 @@
 """Writes a version of a run as a Hugging Face directory, from the run's files alone, while it goes
 on or afterwards.
 
-`python -m services.weights.export --run RUN --out DIR [--step N | --best]`; without either, the
-last committed version. `--below DIR` in place of `--out` gives each version a directory of its own
-in DIR, writes it unless it is there, and prints its path last.
+`python -m meshrl.services.weights.export --run RUN --out DIR [--step N | --best]`; without either,
+the last committed version. `--below DIR` in place of `--out` gives each version a directory of its
+own in DIR, writes it unless it is there, and prints its path last.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from common.base.errors import Damaged, MeshError, NotFound
-from common.base.host.terminal import visible
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.records.checkpoints import STATE, best, check_files
-from common.weights.bulk.port import ChunkStore
-from common.weights.layout.images import opened
-from common.weights.layout.manifest import read_whole
-from common.weights.output import ADAPTER, BASE, write_version
-from services.weights.making import MARKER, check_ours, making, put
-from services.weights.versions.known import (
+from meshrl.common.base.errors import Damaged, MeshError, NotFound
+from meshrl.common.base.host.terminal import visible
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.records.checkpoints import STATE, best, check_files
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.layout.images import opened
+from meshrl.common.weights.layout.manifest import read_whole
+from meshrl.common.weights.output import ADAPTER, BASE, write_version
+from meshrl.services.weights.making import MARKER, check_ours, making, put
+from meshrl.services.weights.versions.known import (
     Checkpoint,
     StoredVersion,
     checkpoints,

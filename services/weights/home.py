@@ -11,21 +11,21 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api.transfer.bulk import PUBLISHED
-from common.base.errors import MeshError, NotFound, Refused
-from common.job.bundle import bundle_files
-from common.mesh.process.host import Host
-from common.mesh.runtime.mesh import Mesh
-from common.records.checkpoints import (
+from meshrl.common.api.transfer.bulk import PUBLISHED
+from meshrl.common.base.errors import MeshError, NotFound, Refused
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.checkpoints import (
     appear,
     check_paths,
     digests_below,
     manifest_of,
     set_aside,
 )
-from common.records.run_lines import RunLineFile
-from common.state.jobs import JobRow
-from common.weights.chunks.chunks import ChunkStore
+from meshrl.common.records.run_lines import RunLineFile
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.weights.chunks.chunks import ChunkStore
 
 T = TypeVar("T")
 ANSWER_S = 20.0  # until who asked hears that it goes on; well below the deadlines of the calls

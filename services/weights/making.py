@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.base.errors import ConfigError, MeshError, NotFound, Refused, StorageFull
-from common.base.files.append_file import FULL
-from common.base.files.at_url import is_url, without_secrets
-from common.base.files.durable import sync, sync_tree
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound, Refused, StorageFull
+from meshrl.common.base.files.append_file import FULL
+from meshrl.common.base.files.at_url import is_url, without_secrets
+from meshrl.common.base.files.durable import sync, sync_tree
 
 MARKER = "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
 MADE = "made"  # what is being made, in a scratch directory: no model is opened by that one's name

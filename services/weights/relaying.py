@@ -15,8 +15,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from common.api.weights import ChunkOrigin, Seek, Sources
-from common.base.clock import Clock
+from meshrl.common.api.weights import ChunkOrigin, Seek, Sources
+from meshrl.common.base.clock import Clock
 
 LATE = 4.0  # times what a chunk takes usually: then nobody counts on the host that it goes to
 LATE_S = 0.5  # it is late after that at the least

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api.transfer.bulk import SPACES
-from common.api.weights import (
+from meshrl.common.api.transfer.bulk import SPACES
+from meshrl.common.api.weights import (
     Checkpoint,
     CheckpointName,
     Clear,
@@ -26,8 +26,8 @@ from common.api.weights import (
     Sources,
     Weights,
 )
-from common.base.digest import digest_of
-from common.base.errors import (
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import (
     AlreadyCommitted,
     BadMessage,
     Damaged,
@@ -35,12 +35,12 @@ from common.base.errors import (
     NotFound,
     Refused,
 )
-from common.base.files import damage
-from common.base.files.damage import FATES
-from common.base.files.sealed import sealed
-from common.mesh.runtime.calls.actor import call
-from common.mesh.runtime.mesh import Mesh
-from common.records.checkpoints import (
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.damage import FATES
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.checkpoints import (
     NAME,
     check_paths,
     checkpoint_name,
@@ -48,17 +48,17 @@ from common.records.checkpoints import (
     older,
     set_aside,
 )
-from common.state import jobs
-from common.weights.bulk.port import ChunkStore
-from common.weights.chunks.chunks import WHY, failure
-from common.weights.layout.manifest import joined, packed, unpacked
-from services.weights import home
-from services.weights.deltas import DeltaSets, WithDeltas
-from services.weights.home import Errands, TaskProgress
-from services.weights.keeping.records import IO_S, JOBS, JobRecords
-from services.weights.keeping.retention import Number
-from services.weights.keeping.sweeping import Sweeper, SweepPace, Untold
-from services.weights.relaying import Tracker
+from meshrl.common.state import jobs
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.chunks.chunks import WHY, failure
+from meshrl.common.weights.layout.manifest import joined, packed, unpacked
+from meshrl.services.weights import home
+from meshrl.services.weights.deltas import DeltaSets, WithDeltas
+from meshrl.services.weights.home import Errands, TaskProgress
+from meshrl.services.weights.keeping.records import IO_S, JOBS, JobRecords
+from meshrl.services.weights.keeping.retention import Number
+from meshrl.services.weights.keeping.sweeping import Sweeper, SweepPace, Untold
+from meshrl.services.weights.relaying import Tracker
 
 T = TypeVar("T")
 HOME_S = 900.0  # to rename and remove files at a run's home; see the deadlines of the calls

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable, from_wire
-from common.base.files.at_url import without_secrets
-from common.mesh.process.answers import said_by
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs
-from services.weights.copying import patiently_tell
-from services.weights.keeping.pins import pins
-from services.weights.keeping.records import IO_S, JobRecords
-from services.weights.keeping.retention import Number, lasting
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable, from_wire
+from meshrl.common.base.files.at_url import without_secrets
+from meshrl.common.mesh.process.answers import said_by
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs
+from meshrl.services.weights.copying import patiently_tell
+from meshrl.services.weights.keeping.pins import pins
+from meshrl.services.weights.keeping.records import IO_S, JobRecords
+from meshrl.services.weights.keeping.retention import Number, lasting
 
 LOOK_S = 2.0  # between two looks at what is to be there
 AGAIN_S = 5.0  # after an error; twice as long after each further one
@@ -106,7 +106,13 @@ class VersionCopies:
         """
         began = self._mesh.clock.monotonic()
         try:
-            words = [sys.executable, "-m", "services.weights.versions", "copy", f"--to={place}"]
+            words = [
+                sys.executable,
+                "-m",
+                "meshrl.services.weights.versions",
+                "copy",
+                f"--to={place}",
+            ]
             logs = Path(self._mesh.settings.run_root) / "mesh" / "logs"
             words += ["--", row.run_dir, *manifests]
             said = await said_by(self._mesh.host, words, f"copies/{row.id}", logs, COPY_S)

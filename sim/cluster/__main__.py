@@ -1,6 +1,6 @@
 """Runs the arms of a scenario on a simulated cluster, and compares them with the first one.
 
-    python -m sim.cluster SCENARIO | --from RUN
+    python -m meshrl.sim.cluster SCENARIO | --from RUN
                           [--what-if KEY=VALUE] [--set KEY=VALUE] [--out DIR]
 
 SCENARIO is a TOML file, or the name of one of those in `sim/cluster/scenarios`, which are named
@@ -22,13 +22,13 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from common.base.errors import ConfigError, MeshError, NotFound
-from sim.cluster.drawing import draw
-from sim.cluster.figures import compared, flat, table
-from sim.cluster.model.cluster import Cluster
-from sim.cluster.running import run
-from sim.cluster.sources.recorded import recorded, written
-from sim.cluster.sources.scenario import Scenario, read
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound
+from meshrl.sim.cluster.drawing import draw
+from meshrl.sim.cluster.figures import compared, flat, table
+from meshrl.sim.cluster.model.cluster import Cluster
+from meshrl.sim.cluster.running import run
+from meshrl.sim.cluster.sources.recorded import recorded, written
+from meshrl.sim.cluster.sources.scenario import Scenario, read
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 

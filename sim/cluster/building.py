@@ -10,22 +10,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.hardware.profiles import Accelerator, declared
-from common.hardware.shapes import ModelShape
-from common.job.pace import TrainingPace, profile, training_profile
-from common.state.jobs import Phase
-from common.state.pool.demand.measured import Curve
-from common.state.pool.demand.needs import Need, PlannedJob
-from services.planner.costs.correction import Correction
-from services.planner.costs.rollout import EngineGang
-from services.planner.forecast.degrees import curve as degree_curve
-from services.planner.layouts.nodes import LayoutNode
-from sim.cluster.model.cluster import Cluster, SimHosts
-from sim.cluster.model.job import LONGEST, JobSpec
-from sim.cluster.model.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, SimSpeed
-from sim.cluster.model.training import ModelTraining, PacedTraining, TrainingSpeed
-from sim.cluster.model.workload import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.profiles import Accelerator, declared
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.pace import TrainingPace, profile, training_profile
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.common.state.pool.demand.needs import Need, PlannedJob
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.costs.rollout import EngineGang
+from meshrl.services.planner.forecast.degrees import curve as degree_curve
+from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.sim.cluster.model.cluster import Cluster, SimHosts
+from meshrl.sim.cluster.model.job import LONGEST, JobSpec
+from meshrl.sim.cluster.model.speeds import MeasuredSpeed, ModelSpeed, PacedSpeed, SimSpeed
+from meshrl.sim.cluster.model.training import ModelTraining, PacedTraining, TrainingSpeed
+from meshrl.sim.cluster.model.workload import (
     Chain,
     LogNormal,
     Script,
@@ -34,10 +34,10 @@ from sim.cluster.model.workload import (
     ToolAnswer,
     Trace,
 )
-from sim.cluster.planned import LayoutQuery, layout, planned
-from sim.cluster.sources.scenario import JobTable, ModelTable, Scenario, WorkloadTable
-from sim.cluster.ways import Trainable
-from sim.drift import Drift
+from meshrl.sim.cluster.planned import LayoutQuery, layout, planned
+from meshrl.sim.cluster.sources.scenario import JobTable, ModelTable, Scenario, WorkloadTable
+from meshrl.sim.cluster.ways import Trainable
+from meshrl.sim.drift import Drift
 
 FRAMED = 1 << 30  # tokens of a bin, where none are declared
 

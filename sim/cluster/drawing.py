@@ -7,11 +7,11 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
+from meshrl.sim.cluster.model.cluster import Cluster
+from meshrl.sim.cluster.model.job import SimJob
 from meshrl.view.report import charts, png
 from meshrl.view.report.charts import Figure, Series
 from meshrl.view.report.page import STYLE
-from sim.cluster.model.cluster import Cluster
-from sim.cluster.model.job import SimJob
 
 
 def draw(title: str, table: str, arms: Mapping[str, Cluster], out: Path) -> list[Path]:

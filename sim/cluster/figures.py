@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import mean
 
-from sim.cluster.model.cluster import Cluster
-from sim.cluster.model.job import SimJob
+from meshrl.sim.cluster.model.cluster import Cluster
+from meshrl.sim.cluster.model.job import SimJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.base.errors import ConfigError
-from common.hardware.profiles import Accelerator
-from common.hardware.shapes import ModelShape
-from services.planner.costs.rollout import EngineGang
-from services.planner.costs.training import TrainingLayout, TrainingWork
-from services.planner.layouts.allocation import LayoutPlan, Timed, allocate
-from services.planner.layouts.grouping import LengthGroup, groups_for, quantiles
-from services.planner.layouts.nodes import LayoutNode
-from services.planner.layouts.serving import GangServer, Served
-from sim.cluster.model.workload import Script, SimWorkload
-from sim.cluster.ways import Trainable, TrainingWays
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.profiles import Accelerator
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.services.planner.costs.rollout import EngineGang
+from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork
+from meshrl.services.planner.layouts.allocation import LayoutPlan, Timed, allocate
+from meshrl.services.planner.layouts.grouping import LengthGroup, groups_for, quantiles
+from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.serving import GangServer, Served
+from meshrl.sim.cluster.model.workload import Script, SimWorkload
+from meshrl.sim.cluster.ways import Trainable, TrainingWays
 
 MANY = 1024  # trajectories of the history at most
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from sim.cluster.building import cluster_of
-from sim.cluster.figures import Figures, figures_of
-from sim.cluster.model.cluster import Cluster
-from sim.cluster.sources.scenario import Arm, ArmTable
+from meshrl.common.base.errors import ConfigError
+from meshrl.sim.cluster.building import cluster_of
+from meshrl.sim.cluster.figures import Figures, figures_of
+from meshrl.sim.cluster.model.cluster import Cluster
+from meshrl.sim.cluster.sources.scenario import Arm, ArmTable
 
 
 @dataclass(frozen=True, slots=True)

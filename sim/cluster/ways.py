@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from common.hardware.profiles import Accelerator
-from common.hardware.shapes import ModelShape
-from services.planner.costs.rollout import WORKSPACE
-from services.planner.costs.training import (
+from meshrl.common.hardware.profiles import Accelerator
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.services.planner.costs.rollout import WORKSPACE
+from meshrl.services.planner.costs.training import (
     TrainingLayout,
     TrainingWork,
     bubble,
     memory_bytes,
     step_s,
 )
-from services.planner.layouts.allocation import Timed
-from services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.allocation import Timed
+from meshrl.services.planner.layouts.nodes import LayoutNode
 
 BUBBLE = 0.5  # share of a step at most in which a stage waits
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import Finish
-from common.base.clock import Clock
-from common.base.errors import Refused
-from common.generation.contract import (
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.contract import (
     NO_FLOATS,
     NO_VERSION,
     Flush,
@@ -34,7 +34,7 @@ from common.generation.contract import (
     no_weights,
     replacing,
 )
-from common.generation.counter import draws, key_of, uniforms
+from meshrl.common.generation.counter import draws, key_of, uniforms
 
 if TYPE_CHECKING:
     from torch import Tensor

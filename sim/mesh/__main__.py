@@ -1,4 +1,5 @@
-"""The entry of the virtual mesh: `python -m sim.mesh --seed 7 --faults all --hours 0.167`."""
+"""The entry of the virtual mesh: `python -m meshrl.sim.mesh --seed 7 --faults all --hours
+0.167`."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from sim.mesh.faults.faults import KINDS
-from sim.mesh.running import MeshOutcome, MeshPlan, play
+from meshrl.sim.mesh.faults.faults import KINDS
+from meshrl.sim.mesh.running import MeshOutcome, MeshPlan, play
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m sim.mesh", description=__doc__)
+    found = argparse.ArgumentParser(prog="python -m meshrl.sim.mesh", description=__doc__)
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--seeds", default="", metavar="A:B", help="every seed from A to B - 1")
     found.add_argument("--jobs", type=int, default=1, help="processes that run seeds")

@@ -8,17 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import DeadlineExceeded
-from common.base.files import lines
-from common.base.random import Random
-from common.state.events import Event
-from common.state.pool.store.explained import PLANNED
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.files import lines
+from meshrl.common.base.random import Random
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import PLANNED
+from meshrl.sim.loop import VirtualLoop
+from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.mesh.running import run_story
+from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.record import EventRecord
 from meshrl.view.recording.recorded import EVENTS, event_of
-from sim.loop import VirtualLoop
-from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.running import run_story
-from sim.mesh.world.world import Size, World
-from sim.record import EventRecord
 
 LONGEST_S = 14_400.0  # of virtual time: far beyond any workload's
 LOOK_S = 1.0

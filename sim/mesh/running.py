@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 
 import structlog
 
-from common.base.errors import DeadlineExceeded
-from common.base.files.durable import simulate_disk
-from common.base.random import Random
-from sim.loop import VirtualLoop
-from sim.mesh.faults import invariants
-from sim.mesh.faults.faults import FaultSchedule, kinds_of
-from sim.mesh.faults.witness import Witness
-from sim.mesh.job.job import config_of
-from sim.mesh.world.world import Size, World
-from sim.process import Exited
-from sim.record import EventRecord
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.files.durable import simulate_disk
+from meshrl.common.base.random import Random
+from meshrl.sim.loop import VirtualLoop
+from meshrl.sim.mesh.faults import invariants
+from meshrl.sim.mesh.faults.faults import FaultSchedule, kinds_of
+from meshrl.sim.mesh.faults.witness import Witness
+from meshrl.sim.mesh.job.job import config_of
+from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.process import Exited
+from meshrl.sim.record import EventRecord
 
 T = TypeVar("T")
 MEMORY = Path("/dev/shm")  # files that nobody keeps need no disk
@@ -64,7 +64,7 @@ class MeshPlan:
     @property
     def command(self) -> str:
         """What runs it again."""
-        words = ["python -m sim.mesh", f"--seed {self.seed}", f"--faults {self.faults}"]
+        words = ["python -m meshrl.sim.mesh", f"--seed {self.seed}", f"--faults {self.faults}"]
         words.append(f"--hours {self.hours:g} --pace {self.pace:g} --budget {self.budget}")
         words += [f"--{name} {getattr(self, name)}" for name in ("workers", "shards", "ranks")]
         words.append(f"--mesh-jobs {self.jobs}")

@@ -1,6 +1,6 @@
 """What loading a prefix while it is computed saves, on the curves of Cake (arXiv 2410.03065).
 
-    python -m sim.prefixes
+    python -m meshrl.sim.prefixes
 
 Its Fig. 4 gives what a chunk of 512 tokens of LongAlpaca-7B takes: on an A100 38.8 ms, the 64th
 112.0; on an H100 27.4 and 93.5; 512 KiB of keys and values a token. `x_load` and `x_compute` are
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 
-from sim.prefixes.meeting import PrefixCurve, closed_form, events, setting
+from meshrl.sim.prefixes.meeting import PrefixCurve, closed_form, events, setting
 
 TOKEN_BYTES = 512 << 10  # LongAlpaca-7B, 16 bits an item
 A100 = PrefixCurve(0.0388, (0.1120 - 0.0388) / 63)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.generation.builtin.schedule import PREFILL_TOKENS, PrefillRate
-from common.generation.loading import CHUNK, Loading
+from meshrl.common.generation.builtin.schedule import PREFILL_TOKENS, PrefillRate
+from meshrl.common.generation.loading import CHUNK, Loading
 
 NOTHING = np.zeros(0, np.uint8)
 

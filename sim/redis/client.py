@@ -13,14 +13,14 @@ from redis.exceptions import DataError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from common.state.redis.client import (
+from meshrl.common.state.redis.client import (
     BACKOFF,
     RENEWAL_RETRIES,
     RENEWAL_TIMEOUT_S,
     RETRIES,
     SOCKET_TIMEOUT_S,
 )
-from sim.redis.server import RedisServer
+from meshrl.sim.redis.server import RedisServer
 
 
 def _word(value: Any) -> str | bytes:

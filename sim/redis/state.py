@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from common.state.redis.client import State
-from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
-from sim.redis.server import RedisServer, WallClock
+from meshrl.common.state.redis.client import State
+from meshrl.sim.redis.client import SimulatedRedis, SimulatedSyncRedis
+from meshrl.sim.redis.server import RedisServer, WallClock
 
 S = TypeVar("S", bound=State)
 

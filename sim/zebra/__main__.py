@@ -1,7 +1,7 @@
 """Zebra parallelism on the models and accelerators of HeterMoE (arXiv 2504.03871), beside what the
 source has measured.
 
-    python -m sim.zebra
+    python -m meshrl.sim.zebra
 
 Times are those of `common/hardware/zebra`, on declared profiles that are fitted to ratios of
 kernels only. The last line is JSON: `NAME`, and `NAME_off` for how far it is off the source's. Half
@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import textwrap
 
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.timeline import makespan
-from sim.zebra.figures import NEAR, K, causes, compared, sensitivity
-from sim.zebra.orders import best_of_all, best_of_swaps
-from sim.zebra.runs import plain, with_and_without
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.timeline import makespan
+from meshrl.sim.zebra.figures import NEAR, K, causes, compared, sensitivity
+from meshrl.sim.zebra.orders import best_of_all, best_of_swaps
+from meshrl.sim.zebra.runs import plain, with_and_without
 
 ORDERED = ((1, 2), (2, 2))  # layers and micro-batches of which all orders are tried
 SWAPS = 400

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from common.hardware.zebra.batches import checked, spread
-from common.hardware.zebra.costs import BACKWARD
-from common.hardware.zebra.profile import AcceleratorCosts, Profile
-from common.hardware.zebra.shapes import CoreShape, costs_of
-from common.hardware.zebra.timeline import serial_s
-from common.hardware.zebra.together import all_to_all_s, expert_parallel_s, reduced_s
+from meshrl.common.hardware.zebra.batches import checked, spread
+from meshrl.common.hardware.zebra.costs import BACKWARD
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, Profile
+from meshrl.common.hardware.zebra.shapes import CoreShape, costs_of
+from meshrl.common.hardware.zebra.timeline import serial_s
+from meshrl.common.hardware.zebra.together import all_to_all_s, expert_parallel_s, reduced_s
 
 MICROS = (1, 2, 3, 4, 6, 8)
 

@@ -10,9 +10,9 @@ from itertools import product
 from statistics import mean
 from typing import NamedTuple, TypeAlias
 
-from sim.zebra import baselines
-from sim.zebra.runs import PaperRun, run, run_on, with_and_without
-from sim.zebra.setups import (
+from meshrl.sim.zebra import baselines
+from meshrl.sim.zebra.runs import PaperRun, run, run_on, with_and_without
+from meshrl.sim.zebra.setups import (
     CLOUD,
     DEFAULT,
     MODELS,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from common.base.errors import ConfigError
-from common.base.random import Random
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.operations import plan_s, planned_as
-from common.hardware.zebra.schedule import Task, attention_order, expert_order
-from common.hardware.zebra.timeline import makespan
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.random import Random
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.operations import plan_s, planned_as
+from meshrl.common.hardware.zebra.schedule import Task, attention_order, expert_order
+from meshrl.common.hardware.zebra.timeline import makespan
 
 
 def all_orders(tasks: Sequence[Task], micros: int) -> Iterator[tuple[Task, ...]]:

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from common.hardware.zebra.asymmetry import (
+from meshrl.common.hardware.zebra.asymmetry import (
     Forward,
     HostingBounds,
     RankCounts,
     gather_and_squeeze,
     hosting,
 )
-from common.hardware.zebra.batches import spread
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.profile import Profile
-from common.hardware.zebra.shapes import MICROS, CoreShape, costs_of, shape_of
-from common.hardware.zebra.timeline import Timeline, timeline
-from sim.zebra import baselines
-from sim.zebra.setups import DEFAULT, SETUPS, Assumed, Setup, profile
+from meshrl.common.hardware.zebra.batches import spread
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.profile import Profile
+from meshrl.common.hardware.zebra.shapes import MICROS, CoreShape, costs_of, shape_of
+from meshrl.common.hardware.zebra.timeline import Timeline, timeline
+from meshrl.sim.zebra import baselines
+from meshrl.sim.zebra.setups import DEFAULT, SETUPS, Assumed, Setup, profile
 
 GROUP = RankCounts(6, 6)
 GROUP_MICROS = 4  # of one sequence each

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from common.hardware.shapes import ModelShape
-from common.hardware.zebra.costs import CHECKPOINTED
-from common.hardware.zebra.kinds import SCORES, USABLE, UTILISATION, declared_profile
-from common.hardware.zebra.profile import Profile
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.hardware.zebra.costs import CHECKPOINTED
+from meshrl.common.hardware.zebra.kinds import SCORES, USABLE, UTILISATION, declared_profile
+from meshrl.common.hardware.zebra.profile import Profile
 
 # The source calls its models like Mixtral; what it does not say of them is Mixtral's.
 PER_TOKEN = 2

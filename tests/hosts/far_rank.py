@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from common.api.ranks import Meeting
-from common.base.errors import RankLost
-from common.base.host.interfaces import address_of
-from common.base.host.settings import MeshSettings
-from common.weights.ways.meeting import listen
-from services.trainer.ranks import interfaces
-from services.trainer.ranks.rank import Rank, of_the_group
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.base.errors import RankLost
+from meshrl.common.base.host.interfaces import address_of
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.weights.ways.meeting import listen
+from meshrl.services.trainer.ranks import interfaces
+from meshrl.services.trainer.ranks.rank import Rank, of_the_group
 from tests.unit.trainer.ranks.batches_under_test import (
     bins_of_step,
     given_weights,

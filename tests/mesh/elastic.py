@@ -18,22 +18,22 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from common.api.transfer import bulk as bulk_api
-from common.api.weights import Group
-from common.base.encoding.blob import pack
-from common.base.errors import StateUnavailable
-from common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, SETTINGS_ENV, MeshSettings
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh
-from common.state import events, groups, jobs, registry
-from common.state.hosts import doors
-from common.state.pool.workers.rows import Apart
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.weights.bulk.port import BulkClient
-from common.weights.receive import Receiver
-from common.weights.store.weight_store import put
+from meshrl.common.api.transfer import bulk as bulk_api
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding.blob import pack
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, SETTINGS_ENV, MeshSettings
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import events, groups, jobs, registry
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.pool.workers.rows import Apart
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.weight_store import put
 from meshrl.job import bundle, jobfile
 from tests.load import scaled
 from tests.meshes import SECRET
@@ -41,7 +41,7 @@ from tests.nursery import TestNursery
 
 ROOT = Path(__file__).parents[2]
 JOB_FILE = Path(__file__).parent / "jobs/digits.toml"
-RANK_MAIN = "services.trainer"
+RANK_MAIN = "meshrl.services.trainer"
 SHARD = "rollout/job/0"
 STEPS = 20
 GROUPS = 2  # of a step
@@ -83,7 +83,7 @@ class ElasticMesh:
                     await asyncio.sleep(0.05)
         for host in ("here", "there"):
             await doors.admit_host(self.state, host)
-        self.run("weights", "services.weights", [])
+        self.run("weights", "meshrl.services.weights", [])
         self.mesh = await Mesh.open("test", "trainer", settings)
         self.mesh.start()
         self.worker = await Mesh.open("worker/test", "worker", settings)

@@ -1,19 +1,19 @@
 """A rank that forms groups with the others, and then refuses every step.
 
-Takes what services.trainer takes.
+Takes what meshrl.services.trainer takes.
 """
 
 from __future__ import annotations
 
-from common.api.ranks import RankOrder, Ranks, rank_name
-from common.base.errors import Fenced
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.calls.actor import call
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.state import jobs
-from common.state.pool.workers.seat import Seat, parser
-from services.trainer.gang.running import make_rank
-from services.trainer.ranks.actor import RankActor
+from meshrl.common.api.ranks import RankOrder, Ranks, rank_name
+from meshrl.common.base.errors import Fenced
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.seat import Seat, parser
+from meshrl.services.trainer.gang.running import make_rank
+from meshrl.services.trainer.ranks.actor import RankActor
 
 
 class RefusingRank(RankActor):

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import redis
 from redis import Redis
 
-from common.records import ledger
-from common.records.ledger import Kind
+from meshrl.common.records import ledger
+from meshrl.common.records.ledger import Kind
 from meshrl.view.recording.audit import audit
 from tests.load import scaled
 

@@ -1,6 +1,6 @@
 """A hybrid that stands still (SIGSTOP) with the first round that it is given in its hands.
 
-Takes what services.trainer takes.
+Takes what meshrl.services.trainer takes.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import signal
 
-from common.api.trainer import RoundLease, RoundResult
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.state import jobs
-from common.state.pool.workers.seat import Seat, parser
-from services.trainer.hybrids.hybrid import Hybrid
-from services.trainer.initial.beginning import fresh_learner
+from meshrl.common.api.trainer import RoundLease, RoundResult
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.seat import Seat, parser
+from meshrl.services.trainer.hybrids.hybrid import Hybrid
+from meshrl.services.trainer.initial.beginning import fresh_learner
 
 
 class StillHybrid(Hybrid):

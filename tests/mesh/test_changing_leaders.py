@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import StateUnavailable
-from common.job.config import JobConfig
-from common.state import events, leader
-from common.state.pool.placing.decisions import Decision, Place, Remove, Why
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Gang, Role
-from common.state.redis.client import State
-from common.state.redis.keys import MESH, PLANNER
-from services.planner.planner import LEASE_MS
-from sim.redis.state import state_on
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state import events, leader
+from meshrl.common.state.pool.placing.decisions import Decision, Place, Remove, Why
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Gang, Role
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH, PLANNER
+from meshrl.services.planner.planner import LEASE_MS
+from meshrl.sim.redis.state import state_on
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh, done
 from tests.mesh.simulated.worlds import BareWorld, on_bare_world
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 STOP_AFTER_S = 25.0
+LINKED = ("common", "kernels", "services", "sim")  # from meshrl/
 # Of files whose tests start processes, one of these names is in the text.
 STARTS = ("subprocess", "SystemHost", "os.fork", "running_server", "on_mesh", "needs(")
 
@@ -33,6 +34,7 @@ def changed_files(base: str) -> set[Path]:
 def module_name(path: Path) -> str:
     """Return the name by which a file of the repository is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("meshrl", *parts) if parts[0] in LINKED else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

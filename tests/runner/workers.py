@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 import pytest
 from _pytest.reports import TestReport
 
-from common.mesh.process.entry.child import tie_to_parent
+from meshrl.common.mesh.process.entry.child import tie_to_parent
 from tests import ends
 from tests.load import scaled
 from tests.nursery import TestNursery

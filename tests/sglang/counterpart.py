@@ -21,18 +21,18 @@ from aiohttp import web
 from safetensors.torch import load
 from torch import Tensor
 
-from common.api.engine import Finish
-from common.base.clock import Clock, SystemClock
-from common.base.errors import MeshError, PeerLost, Refused
-from common.generation.contract import FlushPiece, Request
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import OUTSIDE, WHOLE, fused_parts, state_to_hf
-from services.engine.sglang import reading_back, v0_5
-from services.engine.sglang.control import Control, HealthWatch
-from services.engine.sglang.engine import ServedEngine, SGLangEngine
-from services.engine.sglang.http import Http
-from services.engine.sglang.requests import Requests
-from services.engine.sglang.weights import FromDisk, WeightTransport
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.clock import Clock, SystemClock
+from meshrl.common.base.errors import MeshError, PeerLost, Refused
+from meshrl.common.generation.contract import FlushPiece, Request
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import OUTSIDE, WHOLE, fused_parts, state_to_hf
+from meshrl.services.engine.sglang import reading_back, v0_5
+from meshrl.services.engine.sglang.control import Control, HealthWatch
+from meshrl.services.engine.sglang.engine import ServedEngine, SGLangEngine
+from meshrl.services.engine.sglang.http import Http
+from meshrl.services.engine.sglang.requests import Requests
+from meshrl.services.engine.sglang.weights import FromDisk, WeightTransport
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
 

@@ -13,10 +13,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
-from services.engine.sglang.engine import SGLangEngine, attach
-from services.engine.sglang.server import Launch, SGLangServer
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.engine.sglang.engine import SGLangEngine, attach
+from meshrl.services.engine.sglang.server import Launch, SGLangServer
 from tests.load import scaled
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of

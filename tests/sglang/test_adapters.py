@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from common.base.errors import RemoteFailure
-from common.generation.contract import Request
-from common.model.architecture.projections import targeted
-from common.model.files.hf import state_to_hf
-from services.engine.sglang import reading_back, v0_5
-from services.engine.sglang.engine import SGLangEngine, attach
-from services.engine.sglang.server import Adapting, SGLangServer
-from services.engine.sglang.weights import inline
+from meshrl.common.base.errors import RemoteFailure
+from meshrl.common.generation.contract import Request
+from meshrl.common.model.architecture.projections import targeted
+from meshrl.common.model.files.hf import state_to_hf
+from meshrl.services.engine.sglang import reading_back, v0_5
+from meshrl.services.engine.sglang.engine import SGLangEngine, attach
+from meshrl.services.engine.sglang.server import Adapting, SGLangServer
+from meshrl.services.engine.sglang.weights import inline
 from tests.load import scaled
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (

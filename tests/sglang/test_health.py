@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from common.api.engine import Finish
-from common.base.errors import DeadlineExceeded, PeerLost
-from services.engine.sglang import v0_5
-from services.engine.sglang.control import RETRACT, STRIKES, Control, HealthWatch
-from services.engine.sglang.engine import SGLangEngine
-from services.engine.sglang.weights import transport
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import DeadlineExceeded, PeerLost
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.control import RETRACT, STRIKES, Control, HealthWatch
+from meshrl.services.engine.sglang.engine import SGLangEngine
+from meshrl.services.engine.sglang.weights import transport
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -110,7 +110,7 @@ def test_a_pause_that_is_not_answered_is_asked_for_again_and_undone(
     engine = served.engine(max_length=1000)
     listener = started(engine, 400)
     with hanging():
-        monkeypatch.setattr("services.engine.sglang.control.CONTROL_S", 1.5)
+        monkeypatch.setattr("meshrl.services.engine.sglang.control.CONTROL_S", 1.5)
         with pytest.raises(DeadlineExceeded):
             engine.pause()
         monkeypatch.undo()

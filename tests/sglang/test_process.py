@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, PeerLost, RemoteFailure
-from common.mesh.process.host import SystemHost
-from services.engine.sglang import v0_5
-from services.engine.sglang.server import Launch, SGLangServer, free_port
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, PeerLost, RemoteFailure
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.server import Launch, SGLangServer, free_port
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.interpreter import REPOSITORY, python
@@ -84,7 +84,7 @@ def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
     served.engine()  # an update does not change what a server is known by
     other = served.server()
     port = int(other.http.url.rpartition(":")[2])
-    monkeypatch.setattr("services.engine.sglang.server.free_port", lambda: port)
+    monkeypatch.setattr("meshrl.services.engine.sglang.server.free_port", lambda: port)
     with pytest.raises(PeerLost, match="another server has taken the port"):
         start(Launch(str(python()), tmp_path, 4, 64))
     other.http.spawn(other._examine("disk")).result(scaled(20.0))

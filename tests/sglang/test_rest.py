@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.api.engine import Finish
-from common.base.errors import Refused
-from services.engine.sglang.engine import SGLangEngine
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused
+from meshrl.services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import Listener, built_in, decoder, request
 

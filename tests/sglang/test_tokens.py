@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from common.api.engine import Finish
-from common.base.errors import Refused
-from services.engine.sglang import v0_5
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused
+from meshrl.services.engine.sglang import v0_5
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
     VOCAB,

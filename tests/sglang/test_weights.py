@@ -16,15 +16,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.base.errors import MeshError, PeerLost, Refused, RemoteFailure
-from common.generation.contract import NO_VERSION, Quarantined
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from services.engine.sglang import v0_5
-from services.engine.sglang.control import HealthWatch
-from services.engine.sglang.engine import SGLangEngine, attach
-from services.engine.sglang.server import SGLangServer
-from services.engine.sglang.weights import buckets, handles
+from meshrl.common.base.errors import MeshError, PeerLost, Refused, RemoteFailure
+from meshrl.common.generation.contract import NO_VERSION, Quarantined
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.control import HealthWatch
+from meshrl.services.engine.sglang.engine import SGLangEngine, attach
+from meshrl.services.engine.sglang.server import SGLangServer
+from meshrl.services.engine.sglang.weights import buckets, handles
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of

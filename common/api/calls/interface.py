@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Generic, TypeVar
 
-from common.base.encoding.messages import message
+from meshrl.common.base.encoding.messages import message
 
 Q = TypeVar("Q")
 R = TypeVar("R")

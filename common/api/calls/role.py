@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from types import NoneType
 
-from common.api.calls.interface import Call, Interface
-from common.base.encoding.messages import message
+from meshrl.common.api.calls.interface import Call, Interface
+from meshrl.common.base.encoding.messages import message
 
 SETTLE_S = (
     900.0  # tensors of some 100 GB to a disk; who asked may ask again, and finds it under way
@@ -22,7 +22,8 @@ class Settle:
     leaves the process where it was (StorageFull: there is no room; Refused: not now).
     """
 
-    # of `common.state.pool.workers.rows.Tier`; absent: a checkpoint covers all, and it may be ended
+    # of `meshrl.common.state.pool.workers.rows.Tier`; absent: a checkpoint covers all, and it may
+    # be ended
     tier: str
     epoch: int  # of the wish
     turns: bool  # whether it takes turns with others of its gang while it computes

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from common.base.encoding.messages import message
+from meshrl.common.base.encoding.messages import message
 
 
 @message
@@ -24,8 +24,8 @@ class ChunkDelta:
 
     old: str  # digests of the two chunks
     new: str
-    # The digest of a chunk of the store in which its delta (`common.weights.delta.codec`) lies, and
-    # perhaps those of chunks beside it: where, and how many bytes it has.
+    # The digest of a chunk of the store in which its delta (`meshrl.common.weights.delta.codec`)
+    # lies, and perhaps those of chunks beside it: where, and how many bytes it has.
     blob: str
     offset: int
     size: int

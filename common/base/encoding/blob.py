@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any, TypeVar
 
-from common.base.encoding.messages import decode, encode
-from common.base.errors import BadMessage
+from meshrl.common.base.encoding.messages import decode, encode
+from meshrl.common.base.errors import BadMessage
 
 T = TypeVar("T")
 _COUNT = struct.Struct("<I")

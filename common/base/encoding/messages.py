@@ -1,5 +1,5 @@
 """Typed messages as MessagePack, with arrays as buffers beside them. Import them from
-`common.mesh.wire.frames`.
+`meshrl.common.mesh.wire.frames`.
 
 A message is a frozen dataclass; its encoder and decoder are compiled once, when the class is made.
 The body is a MessagePack array of the fields in order. Arrays of 1 KiB and more leave as frames of
@@ -29,7 +29,7 @@ from typing import (
 import msgpack
 import numpy as np
 
-from common.base.errors import BadMessage
+from meshrl.common.base.errors import BadMessage
 
 M = TypeVar("M")
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -233,7 +233,9 @@ def _codec(hint: Any, where: str) -> _Codec:
         return _tuple([_codec(arg, where) for arg in args], where)
     if origin is dict and len(args) == 2 and args[0] is str:
         return _dict(_codec(args[1], where), where)
-    raise TypeError(f"{where}: a message cannot hold {hint!r}; see common.mesh.wire.frames.message")
+    raise TypeError(
+        f"{where}: a message cannot hold {hint!r}; see meshrl.common.mesh.wire.frames.message"
+    )
 
 
 def _scalar(hint: type, where: str) -> _Decode:

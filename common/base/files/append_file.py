@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from common.base.errors import StorageFull
-from common.base.files.durable import flush_content
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files.durable import flush_content
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of writing, where there is no room
 

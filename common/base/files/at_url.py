@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from common.base.errors import ConfigError, MeshError, NotFound
-from common.base.urls import Url
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound
+from meshrl.common.base.urls import Url
 
 PART = ".part"  # ends the name of a file that is being written
 

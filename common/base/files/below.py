@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.base.errors import Refused
+from meshrl.common.base.errors import Refused
 
 
 def below(directory: Path, named: str, where: str) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.base.files.durable import sync
+from meshrl.common.base.files.durable import sync
 
 QUARANTINE = "quarantine"
 EVENT = "damaged"

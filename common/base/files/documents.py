@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Damaged
-from common.base.files.append_file import AppendFile
-from common.base.files.durable import sync
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.files.durable import sync
 
 CHECK = "check"
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.digest import digest_of
-from common.base.files import documents
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.files import documents
 
 PROBE = "mesh/probe"  # below the root
 BYTES = 32  # of a probe: nobody guesses it, and no copy of a directory has that of today

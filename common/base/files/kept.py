@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.base.checksum import BYTES, Checksum, Checksummer, checksum_of
-from common.base.errors import Damaged, Refused, StorageFull
-from common.base.files.append_file import FULL
-from common.base.files.durable import flush, sync
+from meshrl.common.base.checksum import BYTES, Checksum, Checksummer, checksum_of
+from meshrl.common.base.errors import Damaged, Refused, StorageFull
+from meshrl.common.base.files.append_file import FULL
+from meshrl.common.base.files.durable import flush, sync
 
 Octets = NDArray[np.uint8]
 MAGIC = b"MeshKept"

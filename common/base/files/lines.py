@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Damaged
-from common.base.files.append_file import AppendFile
-from common.base.files.damage import set_aside
-from common.base.files.durable import sync
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.files.damage import set_aside
+from meshrl.common.base.files.durable import sync
 
 Row = dict[str, Any]
 BLOCK_BYTES = 1 << 20  # of a file that are in memory at a time while its CRC is made

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.base.checksum import BYTES, checksum_of
-from common.base.errors import Damaged, NotFound
+from meshrl.common.base.checksum import BYTES, checksum_of
+from meshrl.common.base.errors import Damaged, NotFound
 
 _HEAD = '{"digest": "%s",'
 _HEAD_BYTES = len(_HEAD % ("0" * 2 * BYTES))

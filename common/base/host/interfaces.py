@@ -6,8 +6,8 @@ import socket
 
 import psutil
 
-from common.base.host.ports import ANYWHERE, ports
-from common.base.host.settings import advertised_host
+from meshrl.common.base.host.ports import ANYWHERE, ports
+from meshrl.common.base.host.settings import advertised_host
 
 
 def interface_of(address: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 
 ANY = range(0, 1)  # as the system gives them
 ANYWHERE = ("*", "0.0.0.0", "::", "[::]")  # interfaces that are no address to be reached at

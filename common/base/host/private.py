@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 
 
 def text(path: Path, what: str, fix: str, most: int) -> str:

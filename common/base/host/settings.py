@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from common.base.errors import ConfigError
-from common.base.files import documents
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files import documents
 
 SETTINGS_ENV = "MESHRL_SETTINGS"
 REDIS_ENV = "MESHRL_REDIS_URL"  # of a Redis to use in place of one of ours
@@ -95,7 +95,7 @@ class MeshSettings:
     advertise: str = ""
     stall_s: float = 30.0
     host: str = field(default_factory=new_host)  # made once, where the settings are
-    metrics: str = "127.0.0.1:*"  # see `common.base.host.ports`; off: nowhere
+    metrics: str = "127.0.0.1:*"  # see `meshrl.common.base.host.ports`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
     worker: str = ""  # that has started this process, a role process
     device: str = ""  # of that worker: cpu or cuda

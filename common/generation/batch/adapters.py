@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.base.errors import Refused
-from common.model.architecture.config import ModelConfig
-from common.model.architecture.projections import FUSED, Projection, projections
-from common.model.network.lora import factor_of
+from meshrl.common.base.errors import Refused
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.projections import FUSED, Projection, projections
+from meshrl.common.model.network.lora import factor_of
 
 TARGETS = tuple(FUSED)  # our matrices that adapters change, in the order of Target in adapters.h
 MOST_ADAPTERS = 63  # of one engine: of its slots and prefixes a few each

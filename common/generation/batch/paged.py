@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.generation.batch.blocks import (
+from meshrl.common.generation.batch.blocks import (
     BLOCK,
     BlockPool,
     PrefixCache,
 )
-from common.generation.batch.parts import Rows
-from common.generation.batch.slots import Slots
+from meshrl.common.generation.batch.parts import Rows
+from meshrl.common.generation.batch.slots import Slots
 
 EVICTED = 16  # blocks at once: each search begins at the front
 

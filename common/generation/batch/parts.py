@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.generation.batch.adapters import Changes
-from common.generation.contract import Ints
+from meshrl.common.generation.batch.adapters import Changes
+from meshrl.common.generation.contract import Ints
 
 Rows = NDArray[np.int64]  # slot numbers, ascending where they decode
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import Finish
-from common.base.experts import NO_EXPERTS
-from common.generation.batch.adapters import MOST_ADAPTERS
-from common.generation.contract import (
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.experts import NO_EXPERTS
+from meshrl.common.generation.batch.adapters import MOST_ADAPTERS
+from meshrl.common.generation.contract import (
     NO_FLOATS,
     NO_SESSION,
     Flush,
@@ -20,7 +20,7 @@ from common.generation.contract import (
     flush_of,
     joined,
 )
-from common.generation.counter import key_of
+from meshrl.common.generation.counter import key_of
 
 NOBODY = -1  # request id of a slot that runs nothing
 

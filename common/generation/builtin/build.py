@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from common.base.errors import ConfigError
-from common.generation.batch.blocks import BLOCK
-from common.generation.batch.paged import PagedMemory
-from common.generation.batch.slots import Slots
-from common.generation.builtin.engine import EngineOptions, TorchEngine
-from common.generation.steps.graphs import GraphCompute
-from common.generation.steps.native import DTYPES, NativeCompute, native_library
-from common.hardware.gpus import computing
-from common.model.architecture.config import ModelConfig
-from kernels.build import Library
-from kernels.ops import can_be_captured
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.batch.blocks import BLOCK
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.builtin.engine import EngineOptions, TorchEngine
+from meshrl.common.generation.steps.graphs import GraphCompute
+from meshrl.common.generation.steps.native import DTYPES, NativeCompute, native_library
+from meshrl.common.hardware.gpus import computing
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.kernels.build import Library
+from meshrl.kernels.ops import can_be_captured
 
 PATHS = ("auto", "native", "eager", "graphs")
 NAMES = {"eager": "torch eager", "graphs": "graphs"}  # of the torch paths, for people

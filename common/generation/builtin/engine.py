@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.api.engine import Finish
-from common.base.clock import Clock, SystemClock
-from common.base.errors import ConfigError, Damaged, Refused
-from common.generation.batch.adapters import changes_of
-from common.generation.batch.paged import PagedMemory
-from common.generation.batch.parts import StepCompute
-from common.generation.batch.slots import Slots
-from common.generation.builtin.loaded import LoadedWeights, check_shapes, shapes_of
-from common.generation.builtin.prefix_loads import cached
-from common.generation.builtin.schedule import STRETCH, Schedule
-from common.generation.builtin.stop_text import StopText
-from common.generation.contract import (
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.clock import Clock, SystemClock
+from meshrl.common.base.errors import ConfigError, Damaged, Refused
+from meshrl.common.generation.batch.adapters import changes_of
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.batch.parts import StepCompute
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.builtin.loaded import LoadedWeights, check_shapes, shapes_of
+from meshrl.common.generation.builtin.prefix_loads import cached
+from meshrl.common.generation.builtin.schedule import STRETCH, Schedule
+from meshrl.common.generation.builtin.stop_text import StopText
+from meshrl.common.generation.contract import (
     NO_VERSION,
     Flush,
     Ints,
@@ -37,8 +37,8 @@ from common.generation.contract import (
     replacing,
     too_long,
 )
-from common.generation.loading import Prefixes
-from common.model.architecture.config import ModelConfig
+from meshrl.common.generation.loading import Prefixes
+from meshrl.common.model.architecture.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from common.base.errors import Refused
-from common.generation.batch.adapters import MOST_ADAPTERS
-from common.generation.batch.slots import Slots
-from common.generation.contract import NO_VERSION
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.weights.layout.images import outline
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.batch.adapters import MOST_ADAPTERS
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.contract import NO_VERSION
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.weights.layout.images import outline
 
 
 class LoadedWeights:

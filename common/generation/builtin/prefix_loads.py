@@ -16,13 +16,13 @@ from functools import partial
 
 import numpy as np
 
-from common.base.clock import Clock
-from common.generation.batch.paged import PagedMemory
-from common.generation.batch.parts import StepCompute
-from common.generation.batch.slots import Slots
-from common.generation.builtin.loaded import LoadedWeights
-from common.generation.contract import MIXED, SessionCache
-from common.generation.loading import WORTH, KeptPrefix, Loading, Origin, Prefixes, Sought
+from meshrl.common.base.clock import Clock
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.batch.parts import StepCompute
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.builtin.loaded import LoadedWeights
+from meshrl.common.generation.contract import MIXED, SessionCache
+from meshrl.common.generation.loading import WORTH, KeptPrefix, Loading, Origin, Prefixes, Sought
 
 OLDER = -1  # number of the weights of a cache that these weights did not compute, or not all of it
 MOST_OFFERED = 16  # sessions whose caches come before their requests

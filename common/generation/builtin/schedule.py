@@ -7,15 +7,15 @@ from bisect import insort
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import Finish
-from common.base.clock import Clock
-from common.generation.batch.paged import PagedMemory
-from common.generation.batch.parts import StepCompute
-from common.generation.batch.slots import Slots
-from common.generation.builtin.loaded import LoadedWeights
-from common.generation.builtin.prefix_loads import PrefixLoads
-from common.generation.builtin.stop_text import StopText
-from common.generation.contract import Request
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.clock import Clock
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.batch.parts import StepCompute
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.builtin.loaded import LoadedWeights
+from meshrl.common.generation.builtin.prefix_loads import PrefixLoads
+from meshrl.common.generation.builtin.stop_text import StopText
+from meshrl.common.generation.contract import Request
 
 SHARE_FROM = 6  # common tokens from which taking over a neighbour's beats computing them
 STRETCH = 2  # tokens to compute from which a slot joins: each is a row of the same step

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from common.api.engine import Finish
-from common.base.errors import Refused
-from common.generation.batch.slots import Slots
-from common.generation.contract import Request
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.contract import Request
 
 MARGIN = 8  # tokens: a character may be spread over several that say nothing by themselves
 

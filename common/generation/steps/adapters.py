@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from common.generation.batch.adapters import TARGETS, Changes
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder, Layer
+from meshrl.common.generation.batch.adapters import TARGETS, Changes
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder, Layer
 
 Key = tuple[int, str]  # layer and fused matrix
 Owners = tuple[tuple[int, int], ...]  # (place, rank) of each adapter, in the order of its factors
@@ -129,7 +129,7 @@ class AdapterBank:
 
 @dataclass(frozen=True)
 class _OfLayer:
-    """See `common.model.network.decoder.Added`."""
+    """See `meshrl.common.model.network.decoder.Added`."""
 
     bank: AdapterBank
     layer: int

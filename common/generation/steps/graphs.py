@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.generation.batch.adapters import Changes
-from common.generation.batch.blocks import blocks_of
-from common.generation.batch.parts import Rows
-from common.generation.batch.slots import Slots
-from common.generation.contract import NO_FLOATS, Ints
-from common.generation.steps.adapters import AdapterBank
-from common.generation.steps.buckets import GraphBucket, GraphBuckets
-from common.generation.steps.sampling import draw, unmodified
-from common.model.architecture.config import ModelConfig
-from common.model.network.attention import Attention, visible
-from common.model.network.decoder import Decoder
-from common.model.network.moe import Routing, groups_here
-from common.weights.layout.images import load_tensor
-from kernels.backends.layout import unpacked
-from kernels.ops import (
+from meshrl.common.generation.batch.adapters import Changes
+from meshrl.common.generation.batch.blocks import blocks_of
+from meshrl.common.generation.batch.parts import Rows
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.contract import NO_FLOATS, Ints
+from meshrl.common.generation.steps.adapters import AdapterBank
+from meshrl.common.generation.steps.buckets import GraphBucket, GraphBuckets
+from meshrl.common.generation.steps.sampling import draw, unmodified
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.attention import Attention, visible
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.moe import Routing, groups_here
+from meshrl.common.weights.layout.images import load_tensor
+from meshrl.kernels.backends.layout import unpacked
+from meshrl.kernels.ops import (
     BLOCK,
     bucket_pack,
     bucket_scatter,

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from common.base.errors import MeshError
-from common.generation.batch.adapters import TARGETS, Changes
-from common.generation.batch.blocks import BLOCK, blocks_of
-from common.generation.batch.parts import Rows
-from common.generation.batch.slots import Slots
-from common.generation.contract import Ints
-from common.model.architecture.config import ModelConfig
-from common.model.network.rope import rope_table
-from common.weights.layout.images import parts_of
-from kernels.build import Library, library
+from meshrl.common.base.errors import MeshError
+from meshrl.common.generation.batch.adapters import TARGETS, Changes
+from meshrl.common.generation.batch.blocks import BLOCK, blocks_of
+from meshrl.common.generation.batch.parts import Rows
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.contract import Ints
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.rope import rope_table
+from meshrl.common.weights.layout.images import parts_of
+from meshrl.kernels.build import Library, library
 
 WIDTHS = (32, 64, 128)  # head widths with kernels; others are padded with zeros
 SCORED = 512  # tokens of one call

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.generation.batch.parts import Rows
-from common.generation.batch.slots import Slots
-from common.generation.counter import uniforms
-from kernels.ops import token_logprob
+from meshrl.common.generation.batch.parts import Rows
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.counter import uniforms
+from meshrl.kernels.ops import token_logprob
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 """Prints the devices of this host that are ours, and the driver's version, as JSON: `python -m
-common.hardware.gpus`. Who must not wait for a driver that hangs asks this process.
+meshrl.common.hardware.gpus`. Who must not wait for a driver that hangs asks this process.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import json
 import sys
 from dataclasses import asdict
 
-from common.base.errors import MeshError
-from common.hardware.gpus import driver
-from common.hardware.gpus.found import ours
+from meshrl.common.base.errors import MeshError
+from meshrl.common.hardware.gpus import driver
+from meshrl.common.hardware.gpus.found import ours
 
 
 def main() -> int:

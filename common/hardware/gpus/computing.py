@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from common.base.errors import ConfigError
-from common.hardware.gpus.visible import CUDA
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.visible import CUDA
 
 
 class NoGpuPath(ConfigError):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from common.base.errors import ConfigError, MeshError
-from common.hardware.gpus.devices import Device, Holder, Memory, Reading
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.hardware.gpus.devices import Device, Holder, Memory, Reading
 
 # Bits of nvmlClocksEventReasons by NVML's names, those that say that something is wrong or at its
 # limit; idle, and clocks that somebody has set, are not among them.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from common.base.errors import ConfigError
-from common.hardware.gpus import driver
-from common.hardware.gpus.devices import Device
-from common.hardware.gpus.visible import visible, why_none
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus import driver
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.hardware.gpus.visible import visible, why_none
 
 ANSWER_S = 30.0  # the driver initialises GPUs that nobody uses, up to seconds each
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from common.base.errors import ConfigError
-from common.hardware.gpus.devices import Device
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.devices import Device
 
 CUDA, CONTAINER, ORDER = "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 BY_BUS = "PCI_BUS_ID"  # the order in which the driver counts

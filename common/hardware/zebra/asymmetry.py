@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.timeline import makespan
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.timeline import makespan
 
 ROUNDING = 1e-9  # of sums of shares of a chunk
 WHERE = "experts on attention ranks"

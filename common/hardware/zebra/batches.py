@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from common.hardware.zebra.profile import CostCurve, refused
+from meshrl.common.hardware.zebra.profile import CostCurve, refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.schedule import Task, TaskKind
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.schedule import Task, TaskKind
 
 BACKWARD = 2.0  # times a forward: gradients of inputs and of weights
 CHECKPOINTED = 3.0  # the same where activations are computed once more for it

@@ -18,10 +18,10 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.base.errors import ConfigError
-from common.hardware.profiles import TRAIN_SHARE, declared
-from common.hardware.shapes import ModelShape
-from common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.profiles import TRAIN_SHARE, declared
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile
 
 UTILISATION = TRAIN_SHARE  # of public peaks; an assumption, as of all training here
 SCORES = 1.0  # of the speed of matrices; an assumption

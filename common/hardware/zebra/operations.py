@@ -14,9 +14,9 @@ from enum import IntEnum
 from itertools import product
 from typing import NamedTuple
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.schedule import Task, TaskKind
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.schedule import Task, TaskKind
 
 
 class RankStream(IntEnum):

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.costs import CHECKPOINTED
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.costs import CHECKPOINTED
 
 WHERE = "profile of mixed generations"
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
-from common.hardware.zebra.batches import Batches, checked, spread
-from common.hardware.zebra.costs import BACKWARD, Costs
-from common.hardware.zebra.profile import Profile
-from common.hardware.zebra.timeline import Timeline, makespan, timeline
-from common.hardware.zebra.together import all_to_all_s, reduced_s
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
+from meshrl.common.hardware.zebra.batches import Batches, checked, spread
+from meshrl.common.hardware.zebra.costs import BACKWARD, Costs
+from meshrl.common.hardware.zebra.profile import Profile
+from meshrl.common.hardware.zebra.timeline import Timeline, makespan, timeline
+from meshrl.common.hardware.zebra.together import all_to_all_s, reduced_s
 
 MICROS = (1, 2, 3, 4, 6, 8, 12, 16)  # a step's, of a group; more hide no more
 

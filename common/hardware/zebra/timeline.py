@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.costs import FIX, Costs
-from common.hardware.zebra.schedule import Task, TaskKind
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.costs import FIX, Costs
+from meshrl.common.hardware.zebra.schedule import Task, TaskKind
 
 
 @dataclass(frozen=True, slots=True)

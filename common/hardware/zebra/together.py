@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from common.hardware.zebra.batches import spread
-from common.hardware.zebra.costs import BACKWARD
-from common.hardware.zebra.profile import AcceleratorCosts, Profile
+from meshrl.common.hardware.zebra.batches import spread
+from meshrl.common.hardware.zebra.costs import BACKWARD
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, Profile
 
 
 def expert_parallel_s(

@@ -13,12 +13,12 @@ from dataclasses import is_dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args, get_type_hints
 
-from common.base.digest import DIGITS
-from common.base.errors import Damaged, Refused
-from common.job.bundle import bundle_files
-from common.job.config import INITIAL, JobConfig
-from common.job.constraints import File
-from common.job.named_files import TOKENIZER, named_files
+from meshrl.common.base.digest import DIGITS
+from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.config import INITIAL, JobConfig
+from meshrl.common.job.constraints import File
+from meshrl.common.job.named_files import TOKENIZER, named_files
 
 FOLDERS = ("data", "model", "models", "modules", "tokenizer")  # of a bundle; see meshrl.job.bundle
 MOST_FILES = 10_000  # of a bundle: sources, rows, and the shards of several models

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.base.digest import check_digest, digest_of_file
-from common.base.digest import digest_of as digest_of_bytes
-from common.base.errors import Damaged
+from meshrl.common.base.digest import check_digest, digest_of_file
+from meshrl.common.base.digest import digest_of as digest_of_bytes
+from meshrl.common.base.errors import Damaged
 
 LARGE = 64 << 20  # bytes; of larger ones, which are weights, only the size is looked at in passing
 START_OVER = "Put it back from a copy of the run. To start over: meshrl run JOB"

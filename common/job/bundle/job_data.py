@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.job.bundle import bundle_files
-from common.job.config import JobConfig
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.config import JobConfig
 
 MODULES = "modules"  # the folder of a bundle with the author's code
 

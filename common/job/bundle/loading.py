@@ -8,11 +8,11 @@ import hashlib
 import json
 from dataclasses import asdict
 
-from common.api.sandbox import JailSettings, LoadJob, RewardPart
-from common.base.encoding.messages import decode, encode
-from common.job import builtin
-from common.job.bundle.job_data import MODULES, JobData
-from common.job.config import JobConfig
+from meshrl.common.api.sandbox import JailSettings, LoadJob, RewardPart
+from meshrl.common.base.encoding.messages import decode, encode
+from meshrl.common.job import builtin
+from meshrl.common.job.bundle.job_data import MODULES, JobData
+from meshrl.common.job.config import JobConfig
 
 
 def load_request(job: JobData) -> LoadJob:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from common.job.bundle.job_data import JobData
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.tokens.tokenizer import with_tokenizer
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint import load_config
+from meshrl.common.model.tokens.tokenizer import with_tokenizer
 
 
 def model_config(data: JobData) -> ModelConfig:

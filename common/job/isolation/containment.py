@@ -10,10 +10,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from common.base.errors import Refused
-from common.job.config import JobConfig, SandboxConfig
-from common.job.isolation.isolation import MEANING, ORDER, suffices
-from common.job.isolation.runners import RUNSC
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.config import JobConfig, SandboxConfig
+from meshrl.common.job.isolation.isolation import MEANING, ORDER, suffices
+from meshrl.common.job.isolation.runners import RUNSC
 
 PROBE_S = 120.0
 
@@ -32,8 +32,8 @@ class Isolation:
 
 @dataclass(frozen=True)
 class IsolationTiers:
-    """What a host has, as `common.job.isolation.isolation.contains` takes it; `sure`, `known`: see
-    above.
+    """What a host has, as `meshrl.common.job.isolation.isolation.contains` takes it; `sure`,
+    `known`: see above.
     """
 
     tiers: tuple[str, ...]
@@ -45,7 +45,7 @@ def found(sandbox: SandboxConfig | None = None) -> Isolation:
     """The tier of this host, found by trying it; takes a second or two. With the settings of a job
     it is tried with the interpreter that these name, and its imports.
     """
-    command = [sys.executable, "-m", "services.sandbox.isolation.tiers"]
+    command = [sys.executable, "-m", "meshrl.services.sandbox.isolation.tiers"]
     if sandbox is not None:
         names = ("python", "root", "runner", "imports")
         command.append(json.dumps({name: getattr(sandbox, name) for name in names}))

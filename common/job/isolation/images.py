@@ -10,7 +10,7 @@ import platform
 import struct
 from pathlib import Path
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 
 PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", "/bin/python3")
 LINKS_MOST = 40  # followed for one path, as many as Linux follows

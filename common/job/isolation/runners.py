@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 
 BUNDLE, NAME = "{bundle}", "{id}"
 RUNSC = "runsc"

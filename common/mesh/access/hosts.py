@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.base.files import documents
-from common.base.host.settings import redis_password
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.settings import redis_password
 
 FILE = "hosts.json"  # in the mesh's directory, of its head
 REPAIR = (

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.base.errors import NotFound
-from common.base.files import documents
-from common.mesh.transport.keys import KeyPair
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files import documents
+from meshrl.common.mesh.transport.keys import KeyPair
 
 FILE = "gateway.json"  # in the mesh's directory
 REPAIR = (

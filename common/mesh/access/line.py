@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
-from common.api.calls.interface import Call, Stream
-from common.base.clock import SystemClock
-from common.base.encoding.messages import Frame, decode, encode
-from common.base.errors import (
+from meshrl.common.api.calls.interface import Call, Stream
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.messages import Frame, decode, encode
+from meshrl.common.base.errors import (
     BadMessage,
     ConfigError,
     DeadlineExceeded,
@@ -19,17 +19,17 @@ from common.base.errors import (
     NotAllowed,
     PeerLost,
 )
-from common.base.random import Random
-from common.mesh.access.ticket import Ticket
-from common.mesh.runtime.calls.calling import Caller
-from common.mesh.runtime.calls.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Route
-from common.mesh.runtime.calls.sweep import Sweep
-from common.mesh.telemetry.logs import Telemetry
-from common.mesh.telemetry.tracing import Tracer
-from common.mesh.transport.base import Peer
-from common.mesh.transport.keys import KeyPair, TokenKeys
-from common.mesh.transport.zmq import ZmqTransport
-from common.mesh.wire.frames import unpack_header
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.access.ticket import Ticket
+from meshrl.common.mesh.runtime.calls.calling import Caller
+from meshrl.common.mesh.runtime.calls.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Route
+from meshrl.common.mesh.runtime.calls.sweep import Sweep
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.telemetry.tracing import Tracer
+from meshrl.common.mesh.transport.base import Peer
+from meshrl.common.mesh.transport.keys import KeyPair, TokenKeys
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.wire.frames import unpack_header
 
 Q = TypeVar("Q")
 R = TypeVar("R")

@@ -8,8 +8,8 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.errors import Refused
-from common.mesh.access.records import HOST, KnownHolders, Member, Token, changing, digest
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.access.records import HOST, KnownHolders, Member, Token, changing, digest
 
 AGAIN_S = 600.0  # in which a host that was let in may ask again, as the answer may have been lost
 ANOTHER = "Ask for another one: `meshrl token create --host` at the head of the mesh"

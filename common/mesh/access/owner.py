@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from common.base.errors import NotFound
-from common.base.files import documents
-from common.base.host.settings import MeshSettings, refuse_shared
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.settings import MeshSettings, refuse_shared
 
 FILE = "owner.json"  # in the mesh's directory, of its head
 REPAIR = (

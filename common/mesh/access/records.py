@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.base.errors import DeadlineExceeded
-from common.base.files import documents
-from common.base.files.file_locks import taken
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.file_locks import taken
 
 FILE = "tokens.json"  # in the mesh's directory
 REPAIR = (

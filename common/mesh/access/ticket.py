@@ -8,8 +8,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.base.host import private
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host import private
 
 BEGINS = "meshrl-token:"
 FILE_FIX = f"Give a file of `meshrl token create`, or its text, which begins with {BEGINS}"

@@ -11,11 +11,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.errors import Damaged, NotFound, Refused
-from common.base.files.lines import signature
-from common.mesh.access.records import PERSON, KnownHolders, Member, Token, changing, digest, read
-from common.mesh.access.ticket import Ticket
-from common.mesh.transport.keys import KeyPair
+from meshrl.common.base.errors import Damaged, NotFound, Refused
+from meshrl.common.base.files.lines import signature
+from meshrl.common.mesh.access.records import (
+    PERSON,
+    KnownHolders,
+    Member,
+    Token,
+    changing,
+    digest,
+    read,
+)
+from meshrl.common.mesh.access.ticket import Ticket
+from meshrl.common.mesh.transport.keys import KeyPair
 
 
 class TokenTable:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import DeadlineExceeded, MeshError
-from common.mesh.process.host import Host
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.mesh.process.host import Host
 
 
 async def answer_of(

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common.mesh.process.ends import limits
+from meshrl.common.mesh.process.ends import limits
 
 TICKS = os.sysconf("SC_CLK_TCK")  # that /proc/stat counts in a second
 IDLE = (3, 4, 8, 9)  # columns of /proc/stat that are idle, or counted elsewhere (guests')

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
-from common.mesh.process.entry.child import FRAME_LIMIT, take_frame
-from common.mesh.process.forking.birth import Birth
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
+from meshrl.common.mesh.process.entry.child import FRAME_LIMIT, take_frame
+from meshrl.common.mesh.process.forking.birth import Birth
 
 UNKNOWN_EXIT = 255  # for a process whose status nobody can tell us: it is not our child
 TOLD_S = 2.0  # a process has ended, and who reaps it could still say how

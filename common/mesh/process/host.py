@@ -19,17 +19,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from common.base.errors import DeadlineExceeded
-from common.base.files.append_file import AppendFile
-from common.base.files.durable import flush, sync
-from common.mesh.process import marks
-from common.mesh.process.cores import Cores, cores, usage
-from common.mesh.process.ends import failure, limits
-from common.mesh.process.ends.failure import FAILURE_ENV, Failure, path_beside
-from common.mesh.process.ends.limits import Room
-from common.mesh.process.entry.child import CHANNEL_FD
-from common.mesh.process.handle import Child, SystemChild, start_time
-from common.mesh.process.starting import PLAIN, Spawning, Start, Starter
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.files.durable import flush, sync
+from meshrl.common.mesh.process import marks
+from meshrl.common.mesh.process.cores import Cores, cores, usage
+from meshrl.common.mesh.process.ends import failure, limits
+from meshrl.common.mesh.process.ends.failure import FAILURE_ENV, Failure, path_beside
+from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.mesh.process.entry.child import CHANNEL_FD
+from meshrl.common.mesh.process.handle import Child, SystemChild, start_time
+from meshrl.common.mesh.process.starting import PLAIN, Spawning, Start, Starter
 
 T = TypeVar("T")
 BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds its thread
@@ -113,7 +113,7 @@ class Host(Protocol):
         """Processors that the processes of this host share, and how busy they have been."""
 
     def usage(self) -> dict[str, float]:
-        """What this process uses, by name; see `common.mesh.process.cores.usage`."""
+        """What this process uses, by name; see `meshrl.common.mesh.process.cores.usage`."""
 
 
 def replace_file(path: Path, content: bytes) -> None:

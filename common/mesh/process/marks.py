@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.base.host.settings import MESH_ENV
-from common.mesh.process.handle import parent_of, start_time
+from meshrl.common.base.host.settings import MESH_ENV
+from meshrl.common.mesh.process.handle import parent_of, start_time
 
 AS_MODULE = "module:"  # before the name of one that was executed: see `child.py`
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.base.errors import Refused
-from common.mesh.process.entry import child
-from common.mesh.process.entry.child import CHANNEL_FD
-from common.mesh.process.forking.birth import Birth, ForkOrder, NoBirth, chosen
-from common.mesh.process.handle import SystemChild
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.process.entry import child
+from meshrl.common.mesh.process.entry.child import CHANNEL_FD
+from meshrl.common.mesh.process.forking.birth import Birth, ForkOrder, NoBirth, chosen
+from meshrl.common.mesh.process.handle import SystemChild
 
 ASK_AGAIN_S = 3.0  # a nursery that was silent is left alone for so long: each question takes 2 s
 
@@ -30,10 +30,10 @@ class Spawning:
     die_with_parent: bool = True
     nice: int = 0
     rlimits: Mapping[str, int] = field(default_factory=dict)  # by name without RLIMIT_, as "AS"
-    pipe: bool = False  # a channel of frames: `common.mesh.process.entry.child.ChildChannel`
+    pipe: bool = False  # a channel of frames: `meshrl.common.mesh.process.entry.child.ChildChannel`
     pass_fds: Sequence[int] = ()  # that stay open in it under their numbers
     # It runs code of a job's author: all that it starts ends with it, and with the process that
-    # spawns it, and its output is bounded (`common.mesh.process.entry.guard`).
+    # spawns it, and its output is bounded (`meshrl.common.mesh.process.entry.guard`).
     guarded: bool = False
 
 
@@ -156,7 +156,7 @@ def opened_log(path: Path) -> int:
 
 
 def executed(start: Start, descriptors: Mapping[str, int]) -> subprocess.Popen[bytes]:
-    """A process whose first code is `common.mesh.process.entry.child`."""
+    """A process whose first code is `meshrl.common.mesh.process.entry.child`."""
     passed = list(start.how.pass_fds)
     if start.module is not None:
         first, program = ["-m", child.__name__], [f"module:{start.module}", *start.argv[3:]]

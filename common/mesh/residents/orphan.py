@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.runtime.mesh import Mesh
-from common.state import registry
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import registry
 
 LOOK_S = 2.0
 ORPHAN_S = 60.0  # an agent is started again within seconds

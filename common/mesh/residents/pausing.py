@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from common.base.errors import MeshError
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs
+from meshrl.common.base.errors import MeshError
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs
 
 LOOK_S = 1.0  # so much of a pause may count as the job's time
 

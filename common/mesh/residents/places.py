@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from common.api.node import MakeSegment, Worker
-from common.base.errors import Damaged, MeshError, Refused
-from common.base.files import damage, kept
-from common.base.files.kept import Content, File, Head, Mapped, Medium, Resumable
-from common.base.host.settings import kept_file
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.mesh.runtime.serial_executor import looked_at
-from common.state import events
-from common.state.pool.workers.rows import Tier
+from meshrl.common.api.node import MakeSegment, Worker
+from meshrl.common.base.errors import Damaged, MeshError, Refused
+from meshrl.common.base.files import damage, kept
+from meshrl.common.base.files.kept import Content, File, Head, Mapped, Medium, Resumable
+from meshrl.common.base.host.settings import kept_file
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.state import events
+from meshrl.common.state.pool.workers.rows import Tier
 
 COPY_S = 900.0  # tensors of some 100 GB to a disk
 

@@ -11,14 +11,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from common.api.calls.role import Settle, Settled
-from common.base.clock import Clock
-from common.base.errors import Damaged, Fenced, Refused
-from common.base.files.kept import Content, Resumable
-from common.mesh.residents.places import Places
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.serial_executor import looked_at
-from common.state.pool.workers.rows import Tier
+from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import Damaged, Fenced, Refused
+from meshrl.common.base.files.kept import Content, Resumable
+from meshrl.common.mesh.residents.places import Places
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.state.pool.workers.rows import Tier
 
 # Keeps a copy of what a process has; what it raises says that nothing is kept.
 Keep = Callable[[Mapping[str, Any], Content], Awaitable[None]]

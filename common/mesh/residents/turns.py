@@ -15,12 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from common.api.calls.interface import Call
-from common.api.node import GiveBack, TakeTurn, Worker
-from common.base.errors import DeadlineExceeded, MeshError, Refused
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import Patience
-from common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.node import GiveBack, TakeTurn, Worker
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, Refused
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import Patience
+from meshrl.common.mesh.runtime.serial_executor import looked_at
 
 T = TypeVar("T")
 

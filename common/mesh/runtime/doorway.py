@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common.base.clock import Clock
-from common.base.errors import (
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
     DeadlineExceeded,
     HandshakeFailed,
     MeshError,
@@ -18,12 +18,12 @@ from common.base.errors import (
     StateUnavailable,
     WrongKeys,
 )
-from common.base.host.settings import redis_user
-from common.mesh.runtime.calls.calling import REFUSED_S
-from common.mesh.runtime.calls.directory import Directory, Route
-from common.mesh.runtime.calls.serving import Server
-from common.mesh.telemetry.logs import Telemetry
-from common.mesh.transport.address import (
+from meshrl.common.base.host.settings import redis_user
+from meshrl.common.mesh.runtime.calls.calling import REFUSED_S
+from meshrl.common.mesh.runtime.calls.directory import Directory, Route
+from meshrl.common.mesh.runtime.calls.serving import Server
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.transport.address import (
     BULK,
     bulk_key_of,
     bulk_key_text,
@@ -31,15 +31,15 @@ from common.mesh.transport.address import (
     key_of,
     key_text,
 )
-from common.mesh.transport.keys import Holders, ProcessKeys
-from common.state.hosts import doors
-from common.state.hosts.doors import Row
-from common.state.redis.client import State, SyncClient
+from meshrl.common.mesh.transport.keys import Holders, ProcessKeys
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.hosts.doors import Row
+from meshrl.common.state.redis.client import State, SyncClient
 
 if TYPE_CHECKING:
-    from common.mesh.process.host import Host
-    from common.mesh.runtime.lease import Lease
-    from common.state.registry import Entry
+    from meshrl.common.mesh.process.host import Host
+    from meshrl.common.mesh.runtime.lease import Lease
+    from meshrl.common.state.registry import Entry
 
 LOOK_S = 1.0  # for Redis to tell whose a key is: a peer waits behind
 LEAVE_S = 2.0  # what is not taken away is removed later

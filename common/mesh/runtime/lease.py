@@ -8,17 +8,17 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, Fenced, Refused, StateUnavailable
-from common.mesh.telemetry.logs import Telemetry
-from common.mesh.telemetry.watchdog import Watchdog, dump_stacks
-from common.state import registry
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, Fenced, Refused, StateUnavailable
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.telemetry.watchdog import Watchdog, dump_stacks
+from meshrl.common.state import registry
 
 if TYPE_CHECKING:
-    from common.mesh.process.host import Host, Stoppable
-    from common.mesh.runtime.doorway import Doorway
-    from common.mesh.runtime.seams import Terms
-    from common.state.redis.client import State
+    from meshrl.common.mesh.process.host import Host, Stoppable
+    from meshrl.common.mesh.runtime.doorway import Doorway
+    from meshrl.common.mesh.runtime.seams import Terms
+    from meshrl.common.state.redis.client import State
 
 # exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
 LOST = 75

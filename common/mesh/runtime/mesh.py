@@ -7,39 +7,39 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
-from common.api.calls.callers import CALLERS, ROLES
-from common.api.calls.interface import Method
-from common.base.clock import SystemClock
-from common.base.encoding.messages import Frame
-from common.base.errors import BadMessage, ConfigError, MeshError, NotAllowed
-from common.base.host.settings import OFF, MeshSettings
-from common.base.job_clock import JobClock
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.process.running import run
-from common.mesh.runtime.calls.actor import Actor, bind
-from common.mesh.runtime.calls.calling import Caller
-from common.mesh.runtime.calls.directory import Directory
-from common.mesh.runtime.calls.serving import Server
-from common.mesh.runtime.calls.sweep import Sweep
-from common.mesh.runtime.calls.waits import WaitTable
-from common.mesh.runtime.doorway import LOOK_S, Doorway, Revocations
-from common.mesh.runtime.lease import Lease
-from common.mesh.runtime.monitor import Monitor
-from common.mesh.runtime.patience import WAITS
-from common.mesh.runtime.ref import Asking, Ref
-from common.mesh.runtime.seams import OPEN, Access, Seams, Terms
-from common.mesh.telemetry.endpoint import MetricsEndpoint
-from common.mesh.telemetry.logs import Rejections, Telemetry, log_to_stderr
-from common.mesh.telemetry.tracing import Tracer
-from common.mesh.telemetry.watchdog import Watchdog
-from common.mesh.transport.base import Peer
-from common.mesh.transport.strangers import Limits
-from common.mesh.transport.zmq import ZmqTransport
-from common.mesh.wire.frames import unpack_header
-from common.state import registry
-from common.state.hosts import doors
-from common.state.redis.client import State, sync_client
+from meshrl.common.api.calls.callers import CALLERS, ROLES
+from meshrl.common.api.calls.interface import Method
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.errors import BadMessage, ConfigError, MeshError, NotAllowed
+from meshrl.common.base.host.settings import OFF, MeshSettings
+from meshrl.common.base.job_clock import JobClock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.running import run
+from meshrl.common.mesh.runtime.calls.actor import Actor, bind
+from meshrl.common.mesh.runtime.calls.calling import Caller
+from meshrl.common.mesh.runtime.calls.directory import Directory
+from meshrl.common.mesh.runtime.calls.serving import Server
+from meshrl.common.mesh.runtime.calls.sweep import Sweep
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.common.mesh.runtime.doorway import LOOK_S, Doorway, Revocations
+from meshrl.common.mesh.runtime.lease import Lease
+from meshrl.common.mesh.runtime.monitor import Monitor
+from meshrl.common.mesh.runtime.patience import WAITS
+from meshrl.common.mesh.runtime.ref import Asking, Ref
+from meshrl.common.mesh.runtime.seams import OPEN, Access, Seams, Terms
+from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint
+from meshrl.common.mesh.telemetry.logs import Rejections, Telemetry, log_to_stderr
+from meshrl.common.mesh.telemetry.tracing import Tracer
+from meshrl.common.mesh.telemetry.watchdog import Watchdog
+from meshrl.common.mesh.transport.base import Peer
+from meshrl.common.mesh.transport.strangers import Limits
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.wire.frames import unpack_header
+from meshrl.common.state import registry
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.redis.client import State, sync_client
 
 ACTOR_STOP_S = 10.0
 HOUSEKEEPING_S = 2.0

@@ -4,12 +4,12 @@ ready.
 
 from __future__ import annotations
 
-from common.mesh.process.cores import CHILDREN, USAGE
-from common.mesh.runtime.lease import Lease
-from common.mesh.telemetry.endpoint import Page, health
-from common.mesh.telemetry.exposition import Exposition
-from common.mesh.telemetry.logs import Telemetry
-from common.mesh.telemetry.watchdog import Watchdog
+from meshrl.common.mesh.process.cores import CHILDREN, USAGE
+from meshrl.common.mesh.runtime.lease import Lease
+from meshrl.common.mesh.telemetry.endpoint import Page, health
+from meshrl.common.mesh.telemetry.exposition import Exposition
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.telemetry.watchdog import Watchdog
 
 
 class Monitor:

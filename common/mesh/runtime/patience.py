@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import TypeVar
 
-from common.base.clock import Clock
-from common.base.errors import MeshError, QuotaExceeded, StateUnavailable, StorageFull
-from common.mesh.runtime.calls.waits import WaitTable
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError, QuotaExceeded, StateUnavailable, StorageFull
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
 
 T = TypeVar("T")
 OUTAGES = (StateUnavailable, StorageFull)  # a person is told of them, and ends them

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.api.calls.interface import Call, Cast, Method, Stream
-from common.base.clock import Clock
-from common.base.encoding.messages import Frame, decode, encode
-from common.base.errors import (
+from meshrl.common.api.calls.interface import Call, Cast, Method, Stream
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.encoding.messages import Frame, decode, encode
+from meshrl.common.base.errors import (
     DeadlineExceeded,
     MeshError,
     NotAllowed,
@@ -20,11 +20,16 @@ from common.base.errors import (
     StaleIncarnation,
     WrongKeys,
 )
-from common.mesh.runtime.calls.calling import Caller
-from common.mesh.runtime.calls.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Directory, Route
-from common.mesh.runtime.calls.outstanding import Outstanding
-from common.mesh.telemetry.logs import Telemetry
-from common.mesh.telemetry.tracing import scope
+from meshrl.common.mesh.runtime.calls.calling import Caller
+from meshrl.common.mesh.runtime.calls.directory import (
+    FIRST_RETRY_S,
+    LONGEST_RETRY_S,
+    Directory,
+    Route,
+)
+from meshrl.common.mesh.runtime.calls.outstanding import Outstanding
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.telemetry.tracing import scope
 
 Q = TypeVar("Q")
 R = TypeVar("R")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.api.calls.callers import Callers
-from common.base.clock import Clock
-from common.base.random import Random
-from common.mesh.process.host import Host
-from common.mesh.runtime.doorway import Doorway
-from common.mesh.transport.base import Transport
-from common.state.redis.client import State
+from meshrl.common.api.calls.callers import Callers
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.runtime.doorway import Doorway
+from meshrl.common.mesh.transport.base import Transport
+from meshrl.common.state.redis.client import State
 
 
 @dataclass(frozen=True)

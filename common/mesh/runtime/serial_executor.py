@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from common.base.errors import DeadlineExceeded
-from common.mesh.runtime.mesh import Mesh
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.mesh.runtime.mesh import Mesh
 
 T = TypeVar("T")
 STUCK = 70  # exit status of a process with a thread that no deadline has ended

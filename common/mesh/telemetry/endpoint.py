@@ -11,9 +11,9 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from common.base.host.ports import bare, ports, refused
-from common.base.host.settings import advertised_host
-from common.mesh.process.host import Host
+from meshrl.common.base.host.ports import bare, ports, refused
+from meshrl.common.base.host.settings import advertised_host
+from meshrl.common.mesh.process.host import Host
 
 TURN_S = 0.5  # how often the thread looks whether it should end
 CLIENT_S = 5.0  # a client that neither sends nor reads for so long is hung up on

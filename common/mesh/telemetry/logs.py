@@ -14,7 +14,7 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from common.mesh.telemetry.tracing import trace_id
+from meshrl.common.mesh.telemetry.tracing import trace_id
 
 LOGGED_EVERY_S = 30.0  # between two lines of the log, however many there are
 

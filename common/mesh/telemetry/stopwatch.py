@@ -4,7 +4,7 @@ a gap or an overlap.
 
 from __future__ import annotations
 
-from common.base.clock import Clock
+from meshrl.common.base.clock import Clock
 
 MOST = 4096  # parts that are kept: what follows counts as the last one's
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from common.base.random import Random
+from meshrl.common.base.random import Random
 
 PREFIX = 36  # characters of a W3C traceparent's version, trace id and dashes
 LENGTH = 55

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.base.clock import Clock
+from meshrl.common.base.clock import Clock
 
 TICK_S = 0.5
 LOADING_S = 300.0  # reading a large model may hold the loop this long

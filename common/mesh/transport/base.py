@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from common.base.encoding.messages import Frame
+from meshrl.common.base.encoding.messages import Frame
 
 # who sent a request, as only its receiver's transport knows it; empty for what comes back to a
 # caller

@@ -16,9 +16,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from common.base.errors import StateUnavailable
-from common.mesh.transport.keys import Keys, ProcessKeys
-from common.mesh.transport.strangers import Limits, Strangers
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.mesh.transport.keys import Keys, ProcessKeys
+from meshrl.common.mesh.transport.strangers import Limits, Strangers
 
 DOMAIN = b"meshrl"
 # Nobody can tell now whose key that is: the other end hears this and tries again. RFC 27 has 300

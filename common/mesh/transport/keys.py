@@ -11,8 +11,8 @@ from typing import Protocol
 import zmq
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from common.base.errors import StateUnavailable, WrongKeys
-from common.mesh.transport.address import bulk_key_of, key_of, key_text, keyed
+from meshrl.common.base.errors import StateUnavailable, WrongKeys
+from meshrl.common.mesh.transport.address import bulk_key_of, key_of, key_text, keyed
 
 KEY_CHARACTERS = 40  # of a key in Z85
 KNOWN = 1024  # keys that a process remembers before it looks which of them have gone

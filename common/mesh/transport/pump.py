@@ -17,10 +17,10 @@ from typing import Any
 
 import zmq
 
-from common.base.encoding.messages import Frame
-from common.base.errors import Overloaded
-from common.mesh.transport.base import Deliver, Frames, Gone, Peer
-from common.mesh.transport.doorkeeper import Doorkeeper
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.errors import Overloaded
+from meshrl.common.mesh.transport.base import Deliver, Frames, Gone, Peer
+from meshrl.common.mesh.transport.doorkeeper import Doorkeeper
 
 DRAIN_MESSAGES = 256  # a turn of the loop stays under ~5 ms
 BURST = 16  # messages written in one go: enough to share a wake-up, few enough to overlap with work

@@ -16,16 +16,16 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from common.base.encoding.messages import LIMITS
-from common.base.errors import ConfigError
-from common.base.host.ports import ports
-from common.base.host.settings import advertised_host
-from common.mesh.transport.address import endpoint_of
-from common.mesh.transport.base import Deliver, Frames, Gone, Lost, Peer
-from common.mesh.transport.doorkeeper import UNDECIDED, Doorkeeper
-from common.mesh.transport.keys import Keys
-from common.mesh.transport.pump import Pump
-from common.mesh.transport.strangers import Limits
+from meshrl.common.base.encoding.messages import LIMITS
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.ports import ports
+from meshrl.common.base.host.settings import advertised_host
+from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.mesh.transport.base import Deliver, Frames, Gone, Lost, Peer
+from meshrl.common.mesh.transport.doorkeeper import UNDECIDED, Doorkeeper
+from meshrl.common.mesh.transport.keys import Keys
+from meshrl.common.mesh.transport.pump import Pump
+from meshrl.common.mesh.transport.strangers import Limits
 
 LINGER_MS = 300  # last replies on the way out
 MAX_SOCKETS = 16_384  # libzmq's own limit is 1,023

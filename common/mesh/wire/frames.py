@@ -9,14 +9,14 @@ from typing import Any
 
 import msgpack
 
-from common.base.encoding.messages import (
+from meshrl.common.base.encoding.messages import (
     DECODE_ERRORS,
     LIMITS,
     Frame,
     checked,
     unpacked,
 )
-from common.base.errors import BadMessage
+from meshrl.common.base.errors import BadMessage
 
 VERSION = 1
 CALL, REPLY, ERROR, ITEM, END, CREDIT, CANCEL, CAST = range(1, 9)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.model.architecture.architectures import ARCHITECTURES
-from common.model.architecture.description import described, fields
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.architectures import ARCHITECTURES
+from meshrl.common.model.architecture.description import described, fields
 
 
 @dataclass(frozen=True)

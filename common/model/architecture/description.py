@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from common.base.errors import ConfigError
-from common.model.architecture.architectures import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.architectures import (
     ARCHITECTURES,
     HARMLESS,
     SIZES,
     Architecture,
     is_neutral,
 )
-from common.model.architecture.rotary import KEYS as ROTARY_KEYS
-from common.model.architecture.rotary import rotary
+from meshrl.common.model.architecture.rotary import KEYS as ROTARY_KEYS
+from meshrl.common.model.architecture.rotary import rotary
 
 if TYPE_CHECKING:
-    from common.model.architecture.config import ModelConfig
+    from meshrl.common.model.architecture.config import ModelConfig
 
 _QUANTIZED = ("quantization_config", "compression_config")
 _SILU = ("silu", "swish")  # two names of one function

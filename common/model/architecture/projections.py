@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.base.errors import ConfigError
-from common.model.architecture.config import ModelConfig
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.config import ModelConfig
 
 FUSED = {  # our matrix of a layer -> Hugging Face's, in row order
     "qkv": ("q_proj", "k_proj", "v_proj"),

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.model.architecture.architectures import is_neutral
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.architectures import is_neutral
 
 _ORIGINAL = "original_max_position_embeddings"
 # Kind of scaling -> what it must have, and what it may have beside.

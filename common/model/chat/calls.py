@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.base.encoding.finite_json import DECODER, NotFinite
-from common.model.chat.chat import ParsedCall
+from meshrl.common.base.encoding.finite_json import DECODER, NotFinite
+from meshrl.common.model.chat.chat import ParsedCall
 
 AUTO, NONE = "auto", "none"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.base.encoding.finite_json import is_finite
-from common.base.errors import ConfigError, MeshError
-from common.model.chat.messages import Message
-from common.model.tokens.tokenizer import WORDS, Tokenizer
+from meshrl.common.base.encoding.finite_json import is_finite
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.model.chat.messages import Message
+from meshrl.common.model.tokens.tokenizer import WORDS, Tokenizer
 
 TEMPLATE = "template"  # the name of the format that a checkpoint's own chat template writes
 ANYWHERE = "anywhere"  # special tokens are made of messages' texts, too
@@ -117,7 +117,7 @@ class Chat(ABC):
         template or the format's special tokens.
         """
         if name == TEMPLATE:
-            from common.model.chat.conversation import TemplateChat
+            from meshrl.common.model.chat.conversation import TemplateChat
 
             chat: Chat = TemplateChat(
                 tokenizer, options, history=history, parser=parser, ends=ends, date=date
@@ -313,7 +313,7 @@ def _reread(reply: Reply, text: str) -> Reply:
 
     A tag inside a string of a call's JSON is the same token as the tag that ends the call.
     """
-    from common.model.chat.calls import hermes
+    from meshrl.common.model.chat.calls import hermes
 
     if not any(call.problem for call in reply.calls):
         return reply
@@ -355,7 +355,7 @@ def format_of(model: Path, tokenizer: Path | None = None) -> str:
 
     That name is in its path (`.../Qwen/Qwen3-8B`, or the Hub's cache) or its config.json.
     """
-    from common.model.chat.files import has_template
+    from meshrl.common.model.chat.files import has_template
 
     templated = has_template(tokenizer.parent if tokenizer else model)
     if templated and importlib.util.find_spec("renderers") is None:

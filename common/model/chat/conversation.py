@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.model.chat.calls import AUTO, NONE, PARSERS, Written, parser_of
-from common.model.chat.chat import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.calls import AUTO, NONE, PARSERS, Written, parser_of
+from meshrl.common.model.chat.chat import (
     ASKED,
     UNREADABLE,
     Chat,
@@ -25,10 +25,10 @@ from common.model.chat.chat import (
     ParsedCall,
     Reply,
 )
-from common.model.chat.files import chat_files
-from common.model.chat.messages import Message
-from common.model.chat.rendering import Rendering
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.model.chat.files import chat_files
+from meshrl.common.model.chat.messages import Message
+from meshrl.common.model.chat.rendering import Rendering
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 
 KEEP, REFUSE = "keep", "refuse"
 MARK = "MeshRLmarksthisturn"

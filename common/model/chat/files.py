@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 
 GENERATION = "generation_config.json"
 SPECIAL = (  # names under which templates find special tokens

@@ -14,10 +14,10 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.base.errors import ConfigError
-from common.model.chat.chat import UNREADABLE, ChatBroken
-from common.model.chat.files import ChatFiles
-from common.model.chat.messages import Message
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.chat import UNREADABLE, ChatBroken
+from meshrl.common.model.chat.files import ChatFiles
+from meshrl.common.model.chat.messages import Message
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # never a job's options
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; the first is usual

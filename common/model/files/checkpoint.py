@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint_files import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint_files import (
     EMBEDDING,
     FLOATING,
     INDEX,

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from common.base.errors import ConfigError
-from common.model.architecture.architectures import ARCHITECTURES
-from common.model.architecture.config import ModelConfig
-from common.model.architecture.projections import ATTENTION, projections
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.architectures import ARCHITECTURES
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.projections import ATTENTION, projections
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"

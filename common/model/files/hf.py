@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.model.architecture.architectures import ARCHITECTURES
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint_files import INDEX, SINGLE
-from common.model.files.safetensors_file import Unfinished
-from common.model.files.source import batches, nbytes
-from common.model.tokens.tokenizer import Tokenizer, companions
+from meshrl.common.model.architecture.architectures import ARCHITECTURES
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint_files import INDEX, SINGLE
+from meshrl.common.model.files.safetensors_file import Unfinished
+from meshrl.common.model.files.source import batches, nbytes
+from meshrl.common.model.tokens.tokenizer import Tokenizer, companions
 
 StateDict = Mapping[str, Tensor]
 

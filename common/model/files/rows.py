@@ -14,15 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.base.errors import ConfigError
-from common.model.architecture.architectures import ARCHITECTURES
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.files.checkpoint_files import UNEMBEDDING, check, files, header, not_finite
-from common.model.files.checkpoint_files import StoredTensor as OnDisk
-from common.model.files.hf import OUTSIDE, WHOLE, fused_parts
-from common.model.files.safetensors_file import DTYPES
-from common.model.network.decoder import Decoder, spread
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.architectures import ARCHITECTURES
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint import load_config
+from meshrl.common.model.files.checkpoint_files import UNEMBEDDING, check, files, header, not_finite
+from meshrl.common.model.files.checkpoint_files import StoredTensor as OnDisk
+from meshrl.common.model.files.hf import OUTSIDE, WHOLE, fused_parts
+from meshrl.common.model.files.safetensors_file import DTYPES
+from meshrl.common.model.network.decoder import Decoder, spread
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # Numbers that are drawn or read together: 16 MiB in float32. A multiple of 16, see `normal_rows`.

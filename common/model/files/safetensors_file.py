@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.base.digest import Hasher
-from common.model.files.source import nbytes
+from meshrl.common.base.digest import Hasher
+from meshrl.common.model.files.source import nbytes
 
 DTYPES = {
     "F64": torch.float64,

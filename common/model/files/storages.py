@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.base.files.kept import Octets
+from meshrl.common.base.files.kept import Octets
 
 MMAP_THRESHOLD = -3  # of `mallopt`, in malloc.h
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from common.model.architecture.config import ModelConfig
-from common.model.network.attention import Attention
-from common.model.network.moe import Experts, Routed, Routing
-from common.model.network.pointwise import PLAIN, Pointwise
-from common.model.network.rope import rope_table
-from kernels.absent import hide
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.attention import Attention
+from meshrl.common.model.network.moe import Experts, Routed, Routing
+from meshrl.common.model.network.pointwise import PLAIN, Pointwise
+from meshrl.common.model.network.rope import rope_table
+from meshrl.kernels.absent import hide
 
 
 class Added(Protocol):
@@ -83,8 +83,8 @@ class Decoder(nn.Module):
         """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..].
 
         Of a mixture of experts, `experts` [.., sparse layers, k] says where to send each token
-        (`common.base.experts.UNKNOWN`: where the router does), and `routing` is told where each
-        went.
+        (`meshrl.common.base.experts.UNKNOWN`: where the router does), and `routing` is told where
+        each went.
         """
         hidden = embedding(tokens, self.embedding)
         rotation = self.rotations(positions)

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from common.base.errors import ConfigError
-from common.model.architecture.config import ModelConfig
-from common.model.architecture.projections import projections
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.projections import projections
 
 StateDict = Mapping[str, Tensor]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
-from common.model.architecture.config import ModelConfig
-from common.model.network.pointwise import PLAIN, Pointwise
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.pointwise import PLAIN, Pointwise
 
 _ALIGNED = 16  # bytes, of which a grouped product wants rows to be a multiple
 
@@ -100,7 +100,7 @@ class Experts(nn.Module):
         """What the experts add to tokens x [.., hidden_size], and where each token was sent.
 
         `experts` [.., k] says where to; a token for which one of them is
-        `common.base.experts.UNKNOWN` goes where the router sends it.
+        `meshrl.common.base.experts.UNKNOWN` goes where the router sends it.
         """
         flat = x.reshape(-1, x.shape[-1])
         chosen = self.route(flat, experts, counted)

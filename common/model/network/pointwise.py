@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from kernels.ops.pointwise import Norms, Pointwise
+from meshrl.kernels.ops.pointwise import Norms, Pointwise
 
 __all__ = ["PLAIN", "Plain", "Pointwise"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.config import ModelConfig
 
 _FAST, _SLOW = 32.0, 1.0  # turns between which YaRN goes over from kept to stretched (its paper)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from common.base.errors import ConfigError
-from common.model.architecture.config import ModelConfig
-from common.model.tokens.quoting import Quoting, is_marked
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.tokens.quoting import Quoting, is_marked
 
 # Special tokens of some tokenizers that are words of a model's turn, and begin or end none.
 WORDS = ("<think>", "</think>", "[THINK]", "[/THINK]")

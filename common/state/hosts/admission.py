@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, MeshError, from_wire, to_wire
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, from_wire, to_wire
+from meshrl.common.state.redis.client import State
 
 # Kinds of what is asked.
 JOIN, LEAVE, DRAIN, BACK, WHERE = "join", "leave", "drain", "back", "where"

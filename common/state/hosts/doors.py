@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from common.api.calls.callers import ROLES
-from common.state.redis.client import State, SyncClient, asked_once
-from common.state.redis.keys import MESH
+from meshrl.common.api.calls.callers import ROLES
+from meshrl.common.state.redis.client import State, SyncClient, asked_once
+from meshrl.common.state.redis.keys import MESH
 
 ADMITTED = f"{MESH}:admitted"
 _ROLES = sorted(ROLES)
@@ -25,7 +25,9 @@ class Row:
     host: str
     public: str  # the key of its calls
     name: str
-    bulk: str = ""  # the key of its bulk port (`common.mesh.transport.address.bulk_key_text`)
+    bulk: str = (
+        ""  # the key of its bulk port (`meshrl.common.mesh.transport.address.bulk_key_text`)
+    )
 
 
 async def admit_host(state: State, host: str) -> bool:

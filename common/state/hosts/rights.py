@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from common.base.errors import Refused
-from common.base.host.settings import redis_user
-from common.state.redis.keys import MESH
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.host.settings import redis_user
+from meshrl.common.state.redis.keys import MESH
 
 JOB = "{*}"  # what keys of any job begin with: names of jobs have no braces
 # Part of a user's name and of a pattern of keys: `*`, a blank or a colon would widen these.

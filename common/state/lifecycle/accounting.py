@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from common.state.events import Event
+from meshrl.common.state.events import Event
 
 # What is 0 in a run that is right, and what it is when it is not.
 WRONG = {

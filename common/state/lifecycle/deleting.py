@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from common.base.errors import NotFound, Refused
-from common.state.redis.client import State
-from common.state.redis.keys import MESH, PLANNER, job_prefix
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH, PLANNER, job_prefix
 
 ROWS = 500  # that one script removes: some 2 ms of Redis
 JOBS = 4  # that the leader deletes at a time: it has more to do

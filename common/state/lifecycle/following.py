@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from common.api.gateway import JobState
-from common.base.clock import Clock
-from common.base.errors import HistoryLost
-from common.state import events
-from common.state.events import Event
-from common.state.jobs import JobRow
-from common.state.redis.client import State
+from meshrl.common.api.gateway import JobState
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import HistoryLost
+from meshrl.common.state import events
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.redis.client import State
 
 LOOK_S = 0.25  # between two looks for something new
 LOST = "history_lost"  # kind of the event that stands for those that are gone

@@ -34,10 +34,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from common.base.errors import ConfigError, Fenced, NotAllowed, StateUnavailable, from_wire
-from common.base.urls import Url
-from common.state.redis.embedded import gated, without_password
-from common.state.redis.keys import MESH, job_prefix
+from meshrl.common.base.errors import ConfigError, Fenced, NotAllowed, StateUnavailable, from_wire
+from meshrl.common.base.urls import Url
+from meshrl.common.state.redis.embedded import gated, without_password
+from meshrl.common.state.redis.keys import MESH, job_prefix
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SOCKET_TIMEOUT_S = 5.0  # scripts take microseconds; a fsync of a busy disk may take seconds

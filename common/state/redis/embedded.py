@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from common.base.errors import ConfigError, StateUnavailable
-from common.base.files import documents
-from common.base.host import private
-from common.base.host.settings import REDIS_ENV, derived
-from common.base.urls import Url
+from meshrl.common.base.errors import ConfigError, StateUnavailable
+from meshrl.common.base.files import documents
+from meshrl.common.base.host import private
+from meshrl.common.base.host.settings import REDIS_ENV, derived
+from meshrl.common.base.urls import Url
 
 REWRITE_AT = "16mb"  # of its file, from where on it is rewritten each time that it has doubled
 # The users of a server that has a secret. Every process of the mesh is USER, which is off whenever

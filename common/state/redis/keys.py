@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.base.errors import Refused
+from meshrl.common.base.errors import Refused
 
 MESH = "{mesh}"
 EVENTS = f"{MESH}:events"

@@ -1,13 +1,13 @@
-"""Redis' word on where the runs of a mesh are at home; see `common.base.files.home`."""
+"""Redis' word on where the runs of a mesh are at home; see `meshrl.common.base.files.home`."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 
-from common.base.files.home import Home
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
+from meshrl.common.base.files.home import Home
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
 
 HOME = f"{MESH}:home"
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from common.state.events import order
-from common.state.redis.client import State, server_ms
-from common.state.redis.keys import EVENTS, MESH, TRIMMED
+from meshrl.common.state.events import order
+from meshrl.common.state.redis.client import State, server_ms
+from meshrl.common.state.redis.keys import EVENTS, MESH, TRIMMED
 
 TOKEN = f"{MESH}:token"
 # More tokens than are issued between two notes of the launcher, a second apart; few enough that the

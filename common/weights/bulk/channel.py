@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from common.base.host.settings import MeshSettings
-from common.weights.handshakes.noise import TAG_BYTES, Buffer, Cipher, Refusal
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.weights.handshakes.noise import TAG_BYTES, Buffer, Cipher, Refusal
 
 RATES = "rates"  # below a host's root
 BURST_S = 0.02  # of what was not used lately: a thread that woke up late makes up for it

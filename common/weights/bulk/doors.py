@@ -8,11 +8,11 @@ from typing import Protocol
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from common.api.transfer.bulk import BULK
-from common.base.errors import NotAllowed
-from common.mesh.transport.address import bulk_key_text
-from common.mesh.transport.keys import ProcessKeys
-from common.weights.handshakes.handshake import ClientHandshake, ServerHandshake
+from meshrl.common.api.transfer.bulk import BULK
+from meshrl.common.base.errors import NotAllowed
+from meshrl.common.mesh.transport.address import bulk_key_text
+from meshrl.common.mesh.transport.keys import ProcessKeys
+from meshrl.common.weights.handshakes.handshake import ClientHandshake, ServerHandshake
 
 
 class Door(Protocol):
@@ -32,8 +32,8 @@ class Door(Protocol):
         """
 
     def check(self, user: str, what: str) -> None:
-        """NotAllowed unless that user may, now, do what `common.api.transfer.bulk` calls `what`.
-        Never waits.
+        """NotAllowed unless that user may, now, do what `meshrl.common.api.transfer.bulk` calls
+        `what`. Never waits.
         """
 
 

@@ -18,26 +18,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from common.api.transfer.bulk import WEIGHTS
-from common.base.digest import digest_of
-from common.base.errors import (
+from meshrl.common.api.transfer.bulk import WEIGHTS
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import (
     Damaged,
     HandshakeFailed,
     NotAllowed,
     Refused,
     WrongKeys,
 )
-from common.weights.bulk.channel import Rates
-from common.weights.bulk.doors import Door, InterpreterDoor, KeyDoor
-from common.weights.bulk.server import LARGEST_BYTES, BulkServer
-from common.weights.bulk.session import HAS, NO_CHUNK, PUT, WHERE, BulkSession
-from common.weights.bulk.transfer import PART_BYTES, Kept, Transfer
-from common.weights.chunks.chunks import ChunkStore, DamageEvent
-from common.weights.chunks.partial import Partial
+from meshrl.common.weights.bulk.channel import Rates
+from meshrl.common.weights.bulk.doors import Door, InterpreterDoor, KeyDoor
+from meshrl.common.weights.bulk.server import LARGEST_BYTES, BulkServer
+from meshrl.common.weights.bulk.session import HAS, NO_CHUNK, PUT, WHERE, BulkSession
+from meshrl.common.weights.bulk.transfer import PART_BYTES, Kept, Transfer
+from meshrl.common.weights.chunks.chunks import ChunkStore, DamageEvent
+from meshrl.common.weights.chunks.partial import Partial
 
 if TYPE_CHECKING:
-    from common.mesh.runtime.mesh import Mesh
-    from common.state.registry import Entry
+    from meshrl.common.mesh.runtime.mesh import Mesh
+    from meshrl.common.state.registry import Entry
 
 __all__ = ["BulkClient", "BulkServer", "ChunkStore", "serve"]
 

@@ -14,17 +14,17 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from common.base.errors import ConfigError, StateUnavailable
-from common.base.host.ports import bare, ports, shown
-from common.base.host.settings import advertised_host
-from common.weights.bulk.channel import PAUSE, UNLIMITED, Rates
-from common.weights.bulk.doors import Door
-from common.weights.bulk.serving import DISK, KEYS, BulkTasks, Serving, Shelf
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.chunks.partial import Parked
+from meshrl.common.base.errors import ConfigError, StateUnavailable
+from meshrl.common.base.host.ports import bare, ports, shown
+from meshrl.common.base.host.settings import advertised_host
+from meshrl.common.weights.bulk.channel import PAUSE, UNLIMITED, Rates
+from meshrl.common.weights.bulk.doors import Door
+from meshrl.common.weights.bulk.serving import DISK, KEYS, BulkTasks, Serving, Shelf
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.chunks.partial import Parked
 
 if TYPE_CHECKING:
-    from common.mesh.process.host import Host
+    from meshrl.common.mesh.process.host import Host
 
 LARGEST_BYTES = 4 << 30  # most in one request, at either end
 IDLE_S = 60.0

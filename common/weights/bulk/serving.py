@@ -10,11 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from common.api.transfer import bulk
-from common.base.digest import Hasher
-from common.base.errors import BadMessage, MeshError, NotAllowed, Refused, to_wire
-from common.mesh.wire.frames import pack_error
-from common.weights.bulk.channel import (
+from meshrl.common.api.transfer import bulk
+from meshrl.common.base.digest import Hasher
+from meshrl.common.base.errors import BadMessage, MeshError, NotAllowed, Refused, to_wire
+from meshrl.common.mesh.wire.frames import pack_error
+from meshrl.common.weights.bulk.channel import (
     PIECE_BYTES,
     UNLIMITED,
     BulkChannel,
@@ -22,8 +22,8 @@ from common.weights.bulk.channel import (
     SealedChannel,
     Steps,
 )
-from common.weights.bulk.doors import Door
-from common.weights.bulk.session import (
+from meshrl.common.weights.bulk.doors import Door
+from meshrl.common.weights.bulk.session import (
     ANSWER,
     FAILED,
     GET,
@@ -35,11 +35,11 @@ from common.weights.bulk.session import (
     REST,
     WHERE,
 )
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.chunks.partial import Parked, Partial
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.chunks.partial import Parked, Partial
 
 if TYPE_CHECKING:
-    from common.mesh.process.host import Host
+    from meshrl.common.mesh.process.host import Host
 
 
 TURN_S = 0.5  # how often a thread looks whether it should end

@@ -13,11 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, TypeVar, cast
 
-from common.api.transfer.bulk import SPACES, WEIGHTS
-from common.base.errors import BadMessage, Damaged, DeadlineExceeded, HandshakeFailed, PeerLost
-from common.base.errors import from_wire as error_from_wire
-from common.mesh.wire.frames import unpack_error
-from common.weights.bulk.channel import (
+from meshrl.common.api.transfer.bulk import SPACES, WEIGHTS
+from meshrl.common.base.errors import (
+    BadMessage,
+    Damaged,
+    DeadlineExceeded,
+    HandshakeFailed,
+    PeerLost,
+)
+from meshrl.common.base.errors import from_wire as error_from_wire
+from meshrl.common.mesh.wire.frames import unpack_error
+from meshrl.common.weights.bulk.channel import (
     PAUSE,
     PIECE_BYTES,
     UNLIMITED,
@@ -27,7 +33,7 @@ from common.weights.bulk.channel import (
     SealedChannel,
     Steps,
 )
-from common.weights.handshakes.handshake import ClientHandshake
+from meshrl.common.weights.handshakes.handshake import ClientHandshake
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from common.api.transfer.bulk import WEIGHTS
-from common.base.digest import digest_of_stream
-from common.base.errors import BadMessage, DeadlineExceeded, NotFound, PeerLost
-from common.weights.bulk.session import HAS, POSITION, REST, BulkSession
-from common.weights.chunks.partial import Writer
+from meshrl.common.api.transfer.bulk import WEIGHTS
+from meshrl.common.base.digest import digest_of_stream
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, NotFound, PeerLost
+from meshrl.common.weights.bulk.session import HAS, POSITION, REST, BulkSession
+from meshrl.common.weights.chunks.partial import Writer
 
 T = TypeVar("T")
 PART_BYTES = 64 << 20  # in one request

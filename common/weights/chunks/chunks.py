@@ -1,5 +1,5 @@
 """The chunk store, content-addressed files: a chunk lies at <directory>/<d[:2]>/<d>, where d is its
-digest (`common.base.digest`), or below a directory of the space that it was put into.
+digest (`meshrl.common.base.digest`), or below a directory of the space that it was put into.
 
 Any process of the host may write: a chunk appears whole, durable, read-only and under its own
 digest, or not at all. Who stores a chunk hashes it on the way and says so (`verified.py`), so that
@@ -20,12 +20,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.api.transfer.bulk import SPACES
-from common.base.digest import DIGITS, Hasher, check_digest, digest_of, digest_of_stream, uncounted
-from common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused, StorageFull
-from common.base.files import damage
-from common.base.files.durable import flush, flush_content, sync
-from common.weights.chunks.verified import NAME, Verified
+from meshrl.common.api.transfer.bulk import SPACES
+from meshrl.common.base.digest import (
+    DIGITS,
+    Hasher,
+    check_digest,
+    digest_of,
+    digest_of_stream,
+    uncounted,
+)
+from meshrl.common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused, StorageFull
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.durable import flush, flush_content, sync
+from meshrl.common.weights.chunks.verified import NAME, Verified
 
 BLOCK_BYTES = 1 << 20  # of a chunk that are in memory at a time
 WHY = "it is not what its name says"  # what is told of a damaged chunk
@@ -128,7 +135,8 @@ class ChunkStore:
         self._spaces: dict[str, ChunkStore] = {"": self}
 
     def space(self, name: str) -> ChunkStore:
-        """The chunks of one of `common.api.transfer.bulk.SPACES`; `untold` is common to all."""
+        """The chunks of one of `meshrl.common.api.transfer.bulk.SPACES`; `untold` is common to
+        all."""
         assert name in SPACES, name
         if name not in self._spaces:
             self._spaces[name] = ChunkStore(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.base.digest import Hasher
-from common.base.errors import Damaged, Refused
-from common.weights.chunks.chunks import ChunkStore, Scratch
+from meshrl.common.base.digest import Hasher
+from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.weights.chunks.chunks import ChunkStore, Scratch
 
 PARKED_S = 60.0  # how long a client whose connection broke has to go on
 PARKED = 16  # of them at most; the oldest makes room

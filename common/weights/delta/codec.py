@@ -17,12 +17,12 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from common.api.weights import Tensor
-from common.base.digest import Hasher
-from common.base.errors import BadMessage, Damaged
-from common.weights.layout.manifest import by_chunk, itemsize
-from kernels import delta
-from kernels.delta import WIDTHS
+from meshrl.common.api.weights import Tensor
+from meshrl.common.base.digest import Hasher
+from meshrl.common.base.errors import BadMessage, Damaged
+from meshrl.common.weights.layout.manifest import by_chunk, itemsize
+from meshrl.kernels import delta
+from meshrl.kernels.delta import WIDTHS
 
 MAGIC = b"MRD1"
 LEVEL = 1  # of zstd: planes have no repeats for a search to find, only bytes of unlike frequency

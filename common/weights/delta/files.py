@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from common.base.digest import digest_of
-from common.base.errors import NotFound
-from common.weights.chunks.chunks import ChunkStore, locked
-from common.weights.delta.codec import Pair, applied, encoded
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import NotFound
+from meshrl.common.weights.chunks.chunks import ChunkStore, locked
+from meshrl.common.weights.delta.codec import Pair, applied, encoded
 
 LOCKS = ".locks"  # below a cache
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # one fault for all pages, where Linux has it

@@ -10,17 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from common.api.transfer.deltas import AskDeltas, Base, ChunkDelta, Deltas, Received
-from common.api.weights import STORE, Manifest, Weights
-from common.base.errors import BadMessage, Damaged, DeadlineExceeded, MeshError
-from common.mesh.runtime.mesh import Mesh
-from common.weights.bulk.port import BulkClient
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.delta.choosing import delta_first, worth_waiting
-from common.weights.delta.files import make
-from common.weights.store import host_chunks
-from common.weights.store.host_chunks import WantedVersion
-from common.weights.store.weight_store import get
+from meshrl.common.api.transfer.deltas import AskDeltas, Base, ChunkDelta, Deltas, Received
+from meshrl.common.api.weights import STORE, Manifest, Weights
+from meshrl.common.base.errors import BadMessage, Damaged, DeadlineExceeded, MeshError
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.delta.choosing import delta_first, worth_waiting
+from meshrl.common.weights.delta.files import make
+from meshrl.common.weights.store import host_chunks
+from meshrl.common.weights.store.host_chunks import WantedVersion
+from meshrl.common.weights.store.weight_store import get
 
 WAIT_S = 2.0  # for more deltas that are of use: groups of chunks take fractions of it
 LEAST_RATE = 1e6  # bytes a second at which chunks are thought to be pulled, where nobody knows

@@ -13,18 +13,18 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import accumulate, zip_longest
 
-from common.api.transfer.deltas import Base, BeginDelta, ChunkDelta, DeltaSet, StageDelta
-from common.api.weights import STORE, Fetch, Tensor, Weights
-from common.base.errors import MeshError, NotFound
-from common.job.config import TrainingConfig
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.serial_executor import looked_at
-from common.mesh.runtime.tasks import all_of
-from common.weights.bulk.port import BulkClient
-from common.weights.delta.codec import Pair, grouped, paired
-from common.weights.delta.files import delta_of, keep
-from common.weights.store import host_chunks
-from common.weights.store.weight_store import store_entry
+from meshrl.common.api.transfer.deltas import Base, BeginDelta, ChunkDelta, DeltaSet, StageDelta
+from meshrl.common.api.weights import STORE, Fetch, Tensor, Weights
+from meshrl.common.base.errors import MeshError, NotFound
+from meshrl.common.job.config import TrainingConfig
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.mesh.runtime.tasks import all_of
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.delta.codec import Pair, grouped, paired
+from meshrl.common.weights.delta.files import delta_of, keep
+from meshrl.common.weights.store import host_chunks
+from meshrl.common.weights.store.weight_store import store_entry
 
 ASKING_S = 2.0  # of a step, at most, that go by until the store has said whether deltas are wanted
 ONE_S = 120.0  # to make the delta of a chunk and put it

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common.base.digest import digest_of, keyed_digest
-from common.base.errors import BadMessage
-from common.model.files.safetensors_file import DTYPES, NAMES
+from meshrl.common.base.digest import digest_of, keyed_digest
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.model.files.safetensors_file import DTYPES, NAMES
 
 LEAF_BYTES = 16 << 10  # little to send at the ends of rows; at 4 KiB a digest costs twice as much
 DIGEST_BYTES = 32

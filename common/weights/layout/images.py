@@ -24,13 +24,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from common.api import weights as api
-from common.base.digest import digest_of
-from common.base.errors import Damaged, MeshError
-from common.model.files.safetensors_file import DTYPES
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.layout import PAGE, laid_out
-from common.weights.layout.manifest import Rows, by_tensor, overlapping, read_whole
+from meshrl.common.api import weights as api
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import Damaged, MeshError
+from meshrl.common.model.files.safetensors_file import DTYPES
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.layout import PAGE, laid_out
+from meshrl.common.weights.layout.manifest import Rows, by_tensor, overlapping, read_whole
 
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # of Linux's mman.h, which the mmap module does not name
 _POPULATE_READ = 22  # since Linux 5.14; EINVAL before

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.api.weights import Tensor
-from common.model.files.safetensors_file import DTYPES
-from common.model.files.source import nbytes
-from common.model.files.storages import lent
-from common.model.network.lora import is_adapter
-from common.weights.layout.identity import Tree, Trees
-from common.weights.layout.manifest import chunk_bytes
+from meshrl.common.api.weights import Tensor
+from meshrl.common.model.files.safetensors_file import DTYPES
+from meshrl.common.model.files.source import nbytes
+from meshrl.common.model.files.storages import lent
+from meshrl.common.model.network.lora import is_adapter
+from meshrl.common.weights.layout.identity import Tree, Trees
+from meshrl.common.weights.layout.manifest import chunk_bytes
 
 BLOCK_BYTES = 8 << 20  # of masters that are cast, hashed and copied at a time: about a core's cache
 

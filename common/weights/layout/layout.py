@@ -9,8 +9,8 @@ import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.api.weights import Tensor
-from common.weights.layout.manifest import by_tensor
+from meshrl.common.api.weights import Tensor
+from meshrl.common.weights.layout.manifest import by_tensor
 
 PAGE = mmap.PAGESIZE  # files begin in memory at multiples of it
 

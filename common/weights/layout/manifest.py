@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from common.api.weights import Manifest, Tensor
-from common.base.encoding.blob import pack, unpack
-from common.base.errors import BadMessage, Damaged
+from meshrl.common.api.weights import Manifest, Tensor
+from meshrl.common.base.encoding.blob import pack, unpack
+from meshrl.common.base.errors import BadMessage, Damaged
 
 FORMAT = 2
 LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of a chunk

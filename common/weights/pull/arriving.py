@@ -4,13 +4,13 @@ one where the last has left off.
 
 from __future__ import annotations
 
-from common.api.weights import STORE, Examine, Weights
-from common.base.errors import Damaged, PeerLost
-from common.mesh.runtime.mesh import Mesh
-from common.state import registry
-from common.weights.bulk.port import BulkClient
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.chunks.partial import Partial
+from meshrl.common.api.weights import STORE, Examine, Weights
+from meshrl.common.base.errors import Damaged, PeerLost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import registry
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.chunks.partial import Partial
 
 STALL_S = 2.0  # without a byte: another source is asked; within a host's lease, which lasts longer
 ENTRY_S = 5.0  # that a source's entry is believed: where it does not hold, a transfer fails

@@ -13,15 +13,22 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.api.weights import STORE, ChunkOrigin, FailedTransfer, Seek, Sources, Weights
-from common.base.errors import Damaged, HandshakeFailed, MeshError, NotFound, PeerLost, StorageFull
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import Patience
-from common.state import registry
-from common.weights.bulk.port import BulkClient
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.pull.arriving import Arriving
-from common.weights.store import host_chunks
+from meshrl.common.api.weights import STORE, ChunkOrigin, FailedTransfer, Seek, Sources, Weights
+from meshrl.common.base.errors import (
+    Damaged,
+    HandshakeFailed,
+    MeshError,
+    NotFound,
+    PeerLost,
+    StorageFull,
+)
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import Patience
+from meshrl.common.state import registry
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.pull.arriving import Arriving
+from meshrl.common.weights.store import host_chunks
 
 STREAMS = 4  # at once; the store gives fewer while hosts relay
 TELL_S = 1.0  # between two words with the store, which forgets who says nothing

@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.errors import Damaged, DeadlineExceeded, MeshError, NotFound, StorageFull
-from common.mesh.runtime.mesh import Mesh
-from common.weights.bulk.port import BulkServer, serve
-from common.weights.chunks.chunks import ChunkStore, failure, locked
+from meshrl.common.base.errors import Damaged, DeadlineExceeded, MeshError, NotFound, StorageFull
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkServer, serve
+from meshrl.common.weights.chunks.chunks import ChunkStore, failure, locked
 
 CHUNKS, LOCKS = "chunks", ".locks"  # below the root, and there
 LOOK_S = 0.02  # how often one who waits for another's fetch looks: little beside moving a chunk

@@ -18,19 +18,19 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from common.api.transfer.bulk import PUBLISHED
-from common.api.weights import Publish
-from common.base.files.durable import sync_tree
-from common.base.files.file_locks import lies_at, taken, unheld
-from common.base.files.home import Home
-from common.job.bundle import bundle_files
-from common.job.bundle.job_data import MODULES, JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import NotThere, patiently
-from common.state.jobs import JobRow
-from common.state.server import home
-from common.weights.bulk.port import BulkClient
-from common.weights.store.weight_store import fetch_file, published
+from meshrl.common.api.transfer.bulk import PUBLISHED
+from meshrl.common.api.weights import Publish
+from meshrl.common.base.files.durable import sync_tree
+from meshrl.common.base.files.file_locks import lies_at, taken, unheld
+from meshrl.common.base.files.home import Home
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.job_data import MODULES, JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import NotThere, patiently
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.server import home
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.store.weight_store import fetch_file, published
 
 BUNDLES, RUNS = "bundles", "runs"  # below the root
 USED = ".used"  # of a bundle: held by who uses it, and touched by who begins to

@@ -9,18 +9,18 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.api.transfer.bulk import GROUPS, PUBLISHED, WEIGHTS
-from common.api.weights import STORE, Examine, LayOut, Publish, Weights
-from common.base.errors import Damaged, PeerLost
-from common.base.files import damage
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import NotThere, patiently
-from common.records.checkpoints import check_paths
-from common.state import events, registry
-from common.weights.bulk.port import BulkClient
-from common.weights.chunks.chunks import DamageEvent
-from common.weights.chunks.partial import Partial
-from common.weights.store import host_chunks
+from meshrl.common.api.transfer.bulk import GROUPS, PUBLISHED, WEIGHTS
+from meshrl.common.api.weights import STORE, Examine, LayOut, Publish, Weights
+from meshrl.common.base.errors import Damaged, PeerLost
+from meshrl.common.base.files import damage
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import NotThere, patiently
+from meshrl.common.records.checkpoints import check_paths
+from meshrl.common.state import events, registry
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunks import DamageEvent
+from meshrl.common.weights.chunks.partial import Partial
+from meshrl.common.weights.store import host_chunks
 
 STALL_S = 2.0  # without a byte: what can be done without is
 
@@ -161,7 +161,7 @@ async def lay_out(mesh: Mesh, asked: LayOut) -> None:
 
 async def _blame(mesh: Mesh, digest: str, kind: str, job: str, space: str) -> None:
     """PeerLost when it was not the store that changed the bytes, but the way. `kind`: of
-    `common.base.files.damage`.
+    `meshrl.common.base.files.damage`.
     """
     if await mesh.ref(STORE).call(Weights.examine, Examine(digest, kind, job, space)):
         raise PeerLost(f"chunk {digest} arrived changed", where=STORE) from None

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from common.base.errors import Damaged, MeshError, NotFound
-from common.mesh.runtime.mesh import Mesh
-from common.state import events
-from common.weights.bulk.port import BulkClient
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.delta.receiving import from_deltas
-from common.weights.pull.pull import Wanted, pull
-from common.weights.store.host_chunks import WantedVersion
-from common.weights.ways.choosing import Choice, Choosing
+from meshrl.common.base.errors import Damaged, MeshError, NotFound
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import events
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.delta.receiving import from_deltas
+from meshrl.common.weights.pull.pull import Wanted, pull
+from meshrl.common.weights.store.host_chunks import WantedVersion
+from meshrl.common.weights.ways.choosing import Choice, Choosing
 
 EVENT = "weights_way"  # a change of ways, and what came of it: `meshrl weights explain` shows it
 LOOK_S = 10.0  # to see what is there

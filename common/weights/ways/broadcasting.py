@@ -16,17 +16,17 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from common.api.trainer import BroadcastPlace, Gather, Sender
-from common.base.errors import MeshError
-from common.base.host.interfaces import address_of
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.serial_executor import looked_at
-from common.weights.bulk.port import BulkClient
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.store import host_chunks
-from common.weights.store.weight_store import store_entry
-from common.weights.ways.collective import BroadcastGroup, place
-from common.weights.ways.meeting import listen, place_of, ports_of, store_at
+from meshrl.common.api.trainer import BroadcastPlace, Gather, Sender
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.host.interfaces import address_of
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.store import host_chunks
+from meshrl.common.weights.store.weight_store import store_entry
+from meshrl.common.weights.ways.collective import BroadcastGroup, place
+from meshrl.common.weights.ways.meeting import listen, place_of, ports_of, store_at
 
 WINDOW_S = 0.3  # hosts hear of a version within milliseconds, and look at what they lack
 WAIT_S = 5.0  # that a member may keep the others waiting: long beside moving a chunk of 64 MiB

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from common.api.trainer import BroadcastPlace, Gather, Sender, Trainer
-from common.base.digest import digest_of
-from common.base.errors import PeerLost, Refused
-from common.base.host.ports import ANYWHERE, ports
-from common.base.host.settings import MeshSettings, advertised_host
-from common.mesh.runtime.mesh import Mesh
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.store import host_chunks
-from common.weights.store.host_chunks import WantedVersion
-from common.weights.ways.meeting import store_at
+from meshrl.common.api.trainer import BroadcastPlace, Gather, Sender, Trainer
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import PeerLost, Refused
+from meshrl.common.base.host.ports import ANYWHERE, ports
+from meshrl.common.base.host.settings import MeshSettings, advertised_host
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.store import host_chunks
+from meshrl.common.weights.store.host_chunks import WantedVersion
+from meshrl.common.weights.ways.meeting import store_at
 
 AHEAD = 2  # transfers at once: the next one moves while the last is hashed and written
 # NCCL's own watch would end the process of an engine for a member that is lost.

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from common.base.errors import Refused
-from common.base.host.ports import ports
-from common.base.host.settings import MeshSettings
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.host.ports import ports
+from meshrl.common.base.host.settings import MeshSettings
 
 WAITING = 128  # connections that come before the store is made
 

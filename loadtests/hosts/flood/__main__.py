@@ -25,7 +25,6 @@ from typing import Any
 
 import psutil
 
-from common.base.host.settings import MeshSettings
 from loadtests.doors.found import connections, plan_of
 from loadtests.doors.plan import Plan as Doors
 from loadtests.hosts.flood.growth import Readings, between, read
@@ -33,6 +32,7 @@ from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.measuring.entry import options, report, tell
 from meshrl.client.client import JobHandle
+from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.places import MeshPlace
 
 JOB = Path(__file__).parents[3] / "tests" / "mesh" / "jobs" / "digits.toml"

@@ -46,7 +46,7 @@ def named(process: psutil.Process) -> str:
     """What it runs, in short."""
     words: list[str] = process.cmdline()
     for word in words:
-        if word.startswith(("services.", "meshrl.", "common.")):
+        if word.startswith("meshrl."):
             return word
     return " ".join(words)[-60:].strip() or str(process.name())
 

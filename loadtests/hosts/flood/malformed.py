@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Mapping
 from random import Random
 
-from common.weights.handshakes.handshake import MAGIC_BYTES, SUITES, ServerHandshake
+from meshrl.common.weights.handshakes.handshake import MAGIC_BYTES, SUITES, ServerHandshake
 
 ZMTP = b"\xff" + bytes(8) + b"\x7f"
 CURVE_HELLO = 200  # bytes of the command with its name

@@ -11,15 +11,15 @@ import time
 import numpy as np
 import torch
 
-from common.generation.builtin.build import build
-from common.generation.builtin.engine import TorchEngine
-from common.generation.contract import Request
-from common.model.architecture.projections import projections, targeted
-from common.model.network.lora import merged
 from loadtests.measuring.models import drawn, shape
 from loadtests.measuring.rounds import Arm, ratios, spread, turns
 from loadtests.weights.contents import Tensors
 from loadtests.weights.plan import Honest, Plan
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.generation.builtin.engine import TorchEngine
+from meshrl.common.generation.contract import Request
+from meshrl.common.model.architecture.projections import projections, targeted
+from meshrl.common.model.network.lora import merged
 
 MODEL = shape(256, 4, 704, 4096, (8, 4), max_positions=1024)
 TARGETS = ("qkv", "output", "gate_up", "down")

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.base.digest import digest_of
-from common.weights.delta.codec import applied, encoded
-from common.weights.layout.manifest import chunk_bytes
 from loadtests.measuring.rounds import Arm
 from loadtests.weights import contents
 from loadtests.weights.plan import Honest, Plan
+from meshrl.common.base.digest import digest_of
+from meshrl.common.weights.delta.codec import applied, encoded
+from meshrl.common.weights.layout.manifest import chunk_bytes
 
 SHARES = {"1pct": 0.01, "02pct": 0.002}
 WIDTH = 2  # bytes of a bfloat16

@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from common.state import jobs
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.images import opened
 from loadtests.measuring.meter import kind_of
 from loadtests.measuring.metered import all_events, started
 from loadtests.measuring.rounds import Arm, spread
 from loadtests.weights.plan import Honest, Plan
+from meshrl.common.state import jobs
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.images import opened
 
 ROOT = Path(__file__).parents[3]
 DIGITS = ROOT / "tests/mesh/jobs/digits.toml"

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.base.digest import digest_of
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.weights.store.host_chunks import serve_cache
 from loadtests.weights import contents, models
 from loadtests.weights.members.orders import obey
 from loadtests.weights.members.peers import download
 from loadtests.weights.members.product import Publishing, Receiving
+from meshrl.common.base.digest import digest_of
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.weights.store.host_chunks import serve_cache
 
 PIECE_BYTES = 4 << 20  # that are copied together: no more than the smallest tensor has
 

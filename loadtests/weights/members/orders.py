@@ -10,7 +10,7 @@ import threading
 import traceback
 from typing import Any
 
-from common.mesh.process.entry.child import ChildChannel
+from meshrl.common.mesh.process.entry.child import ChildChannel
 
 
 async def obey(member: object) -> None:

@@ -6,21 +6,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.calls.interface import Interface, Look
-from common.api.engine import Engine
-from common.api.trainer import Restaged, Trainer
-from common.api.transfer.deltas import Base
-from common.api.weights import STORE, Checkpoint, Weights
-from common.job.config import JobConfig, RolloutConfig, TrainingConfig
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs, registry, steps
-from common.weights.bulk.port import BulkClient
-from common.weights.delta.sending import DeltaSender
-from common.weights.layout.images import load_tensor
-from common.weights.receive import Receiver
 from loadtests.weights.contents import Tensors
 from loadtests.weights.whole import staged_whole
+from meshrl.common.api.calls.interface import Interface, Look
+from meshrl.common.api.engine import Engine
+from meshrl.common.api.trainer import Restaged, Trainer
+from meshrl.common.api.transfer.deltas import Base
+from meshrl.common.api.weights import STORE, Checkpoint, Weights
+from meshrl.common.job.config import JobConfig, RolloutConfig, TrainingConfig
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs, registry, steps
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.delta.sending import DeltaSender
+from meshrl.common.weights.layout.images import load_tensor
+from meshrl.common.weights.receive import Receiver
 
 
 class RestageCalls(Interface):

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from common.api.engine import Attach, Engine, Finish, Tokens
-from common.generation.builtin.build import build
-from common.mesh.runtime.mesh import Mesh, MeshSettings
 from loadtests.measuring.entry import tell
 from loadtests.measuring.models import submission
 from loadtests.weights import models
 from loadtests.weights.members.orders import obey
-from services.engine.running import SWITCH_S, ThreadDriver, follow
-from services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
-from services.engine.weights.versions import Versions
+from meshrl.common.api.engine import Attach, Engine, Finish, Tokens
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.services.engine.running import SWITCH_S, ThreadDriver, follow
+from meshrl.services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
+from meshrl.services.engine.weights.versions import Versions
 
 SLOTS, LENGTH = 8, 4096
 PROMPT = [1, 2, 3, 4]

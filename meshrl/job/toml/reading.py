@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 
 _PART = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([A-Za-z0-9_-]+))\s*""")
 _ONCE = "A key or table of that name stands above: keep one of them"

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from common.base.errors import ConfigError
-from common.base.host.ports import ANY, ANYWHERE, Taken, bare, ports, refused, shown
-from common.base.host.settings import OFF
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.ports import ANY, ANYWHERE, Taken, bare, ports, refused, shown
+from meshrl.common.base.host.settings import OFF
 from meshrl.job.loaded import JobFile
 from meshrl.launch.services import plan
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from common.base.errors import ConfigError, StateUnavailable
-from common.state.redis import embedded
-from common.state.redis.client import State
+from meshrl.common.base.errors import ConfigError, StateUnavailable
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
 from meshrl.job.loaded import JobFile
 from meshrl.launch.redis.access.network import far_url
 from meshrl.launch.redis.serving import server_for

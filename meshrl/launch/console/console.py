@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.mesh.process.output.log_bounds import LOG_BYTES, bound_file
-from common.mesh.process.starting import opened_log
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES, bound_file
+from meshrl.common.mesh.process.starting import opened_log
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console.followed import Followed

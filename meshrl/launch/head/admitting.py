@@ -13,18 +13,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from common.api.calls.callers import HOST_ROLES, PLANNER
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, MeshError, NotFound, Refused, StateUnavailable
-from common.mesh.access import members
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.access.records import FILE
-from common.state import events, registry
-from common.state.hosts import admission
-from common.state.hosts.admission import AdmissionRequest
-from common.state.pool.placing.snapshot import LEFT, NOTICE
-from common.state.pool.store import store as pool
-from common.state.redis.client import State
+from meshrl.common.api.calls.callers import HOST_ROLES, PLANNER
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NotFound,
+    Refused,
+    StateUnavailable,
+)
+from meshrl.common.mesh.access import members
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.access.records import FILE
+from meshrl.common.state import events, registry
+from meshrl.common.state.hosts import admission
+from meshrl.common.state.hosts.admission import AdmissionRequest
+from meshrl.common.state.pool.placing.snapshot import LEFT, NOTICE
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.client import State
 from meshrl.directory.joined import HostBook, JoinedHost
 from meshrl.directory.places import MeshPlace
 
@@ -64,8 +70,8 @@ class Absences:
 
 class Admitting:
     """`head`: the name of this host, which no other has; `about`: what hosts are told beside what
-    is their own (see `common.api.gateway.HostAdmitted`); `gone_s`: an ephemeral one that has been
-    away for longer is let out.
+    is their own (see `meshrl.common.api.gateway.HostAdmitted`); `gone_s`: an ephemeral one that has
+    been away for longer is let out.
     """
 
     def __init__(

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from common.base.errors import BadMessage, Damaged, NotFound, Refused
-from common.base.files import documents
-from common.base.files.sealed import sealed
-from common.job.bundle import bundle_files
-from common.records.checkpoints import appear, check_paths
-from common.records.durable_copy import Durable, DurableCopy, of_job
-from common.state import jobs
-from common.state.redis.client import State
-from common.state.server.rollback import JobMark
+from meshrl.common.base.errors import BadMessage, Damaged, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.records.checkpoints import appear, check_paths
+from meshrl.common.records.durable_copy import Durable, DurableCopy, of_job
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server.rollback import JobMark
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.restoring import put_back
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.base.errors import ConfigError, Damaged, Refused
-from common.base.files import documents
-from common.base.host import private
-from common.mesh.access import identity, tokens
-from common.mesh.access.identity import Identity
-from common.mesh.access.records import FILE as TOKENS
-from common.mesh.access.records import Token
-from common.mesh.transport.keys import KeyPair
+from meshrl.common.base.errors import ConfigError, Damaged, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.host import private
+from meshrl.common.mesh.access import identity, tokens
+from meshrl.common.mesh.access.identity import Identity
+from meshrl.common.mesh.access.records import FILE as TOKENS
+from meshrl.common.mesh.access.records import Token
+from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.directory.places import MeshPlace
 
 FILE = "head.json"  # of `meshrl secrets`

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.api.calls.callers import ROLES
-from common.base.errors import NotFound
-from common.base.host.interfaces import interface_behind
-from common.base.host.settings import SECRET_BYTES, MeshSettings, new_host
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.access.owner import PERSON, Owner, owner
+from meshrl.common.api.calls.callers import ROLES
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.host.interfaces import interface_behind
+from meshrl.common.base.host.settings import SECRET_BYTES, MeshSettings, new_host
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.access.owner import PERSON, Owner, owner
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.access.network import Network
 from meshrl.launch.redis.serving import RedisAddresses
@@ -67,7 +67,7 @@ class HeadNetwork:
 
 
 def told_to_hosts(told: RedisAddresses, settings: MeshSettings) -> dict[str, Any]:
-    """What every host that joins is told; see `common.api.gateway.HostAdmitted`."""
+    """What every host that joins is told; see `meshrl.common.api.gateway.HostAdmitted`."""
     authority = Path(told.far_authority).read_text() if told.far_authority else ""
     shared = {name: getattr(settings, name) for name in SHARED if hasattr(settings, name)}
     return {"redis_url": told.far_url, "authority": authority, "settings": shared}

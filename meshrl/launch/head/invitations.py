@@ -7,9 +7,9 @@ import secrets
 import time
 from pathlib import Path
 
-from common.mesh.access import identity, tokens
-from common.mesh.access.records import FILE, HOST
-from common.mesh.access.ticket import Ticket
+from meshrl.common.mesh.access import identity, tokens
+from meshrl.common.mesh.access.records import FILE, HOST
+from meshrl.common.mesh.access.ticket import Ticket
 from meshrl.directory.places import MeshPlace
 
 

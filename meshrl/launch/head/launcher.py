@@ -16,22 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.base.errors import Refused
-from common.base.files import damage
-from common.base.files.home import BYTES as PROBE_BYTES
-from common.base.files.home import make as make_home
-from common.base.host.settings import OFF, SECRET_BYTES, MeshSettings
-from common.mesh.process.handle import Child
-from common.mesh.process.output.streams import outlive_a_full_disk
-from common.mesh.process.supervision.ended import forget_all
-from common.state import events, registry
-from common.state.hosts import doors
-from common.state.pool.store.store import write_settings
-from common.state.pool.workers.settings import PoolSettings
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.state.server import home
-from common.state.server.rollback import JobMark
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.home import BYTES as PROBE_BYTES
+from meshrl.common.base.files.home import make as make_home
+from meshrl.common.base.host.settings import OFF, SECRET_BYTES, MeshSettings
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
+from meshrl.common.mesh.process.supervision.ended import forget_all
+from meshrl.common.state import events, registry
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.pool.store.store import write_settings
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server import home
+from meshrl.common.state.server.rollback import JobMark
 from meshrl.directory.joined import joined_hosts
 from meshrl.directory.kept import KeptDocument, keep
 from meshrl.directory.places import MeshPlace, write_json

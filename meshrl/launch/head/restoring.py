@@ -9,8 +9,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, Damaged, MeshError, NotFound
-from common.records.checkpoints import (
+from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotFound
+from meshrl.common.records.checkpoints import (
     all_checkpoints,
     best,
     committed,
@@ -18,9 +18,9 @@ from common.records.checkpoints import (
     last_lineage,
     manifest_of,
 )
-from common.state import jobs, steps
-from common.state.redis.client import State
-from common.state.server.rollback import JobMark, RollbackMark
+from meshrl.common.state import jobs, steps
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server.rollback import JobMark, RollbackMark
 from meshrl.directory.places import read_json
 from meshrl.launch.redis.recorded import recorded
 

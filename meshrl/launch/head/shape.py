@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.base.errors import ConfigError, Damaged
-from common.base.host.settings import OFF
-from common.state.pool.placing import taking
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.base.host.settings import OFF
+from meshrl.common.state.pool.placing import taking
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace, read_json
 
 POOL = "pool.json"  # the settings of the pool, as `mesh.toml` has them

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.state import readers
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.state import readers
+from meshrl.common.state.redis.client import State
 
 EVERY_S = 10.0  # at 100 events a second, which is a fast job, some 300 kB come in that time
 ANSWER_S = 4.0

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import Gateway
-from common.base.errors import (
+from meshrl.common.api.gateway import Gateway
+from meshrl.common.base.errors import (
     ConfigError,
     Damaged,
     DeadlineExceeded,
@@ -28,13 +28,13 @@ from common.base.errors import (
     Refused,
     StateUnavailable,
 )
-from common.base.host.settings import MeshSettings, advertised_host
-from common.mesh.process.output.streams import outlive_a_full_disk
-from common.state import events
-from common.state.pool.placing import taking
-from common.state.pool.workers import names
-from common.state.redis.client import State, refusal_behind
-from common.state.redis.keys import MESH
+from meshrl.common.base.host.settings import MeshSettings, advertised_host
+from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
+from meshrl.common.state import events
+from meshrl.common.state.pool.placing import taking
+from meshrl.common.state.pool.workers import names
+from meshrl.common.state.redis.client import State, refusal_behind
+from meshrl.common.state.redis.keys import MESH
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.background import run_program
 from meshrl.launch.ending import STOP_S

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from common.base.errors import ConfigError, NotFound
-from common.base.urls import Url
-from common.mesh.access import ticket
-from common.mesh.access.ticket import BEGINS, LONGEST, Ticket
+from meshrl.common.base.errors import ConfigError, NotFound
+from meshrl.common.base.urls import Url
+from meshrl.common.mesh.access import ticket
+from meshrl.common.mesh.access.ticket import BEGINS, LONGEST, Ticket
 
 JOIN_ENV = "MESHRL_JOIN"  # the text of a token, or where it is
 LOCAL = ("localhost", "127.0.0.1", "::1")

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation
-from common.base.errors import ConfigError, NotAllowed, Refused
-from common.base.host.interfaces import address_of, interface_behind
-from common.base.host.settings import MeshSettings, advertised_host
-from common.base.release import release
-from common.mesh.access.line import Line
-from common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
-from common.state.pool.placing import taking
+from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation
+from meshrl.common.base.errors import ConfigError, NotAllowed, Refused
+from meshrl.common.base.host.interfaces import address_of, interface_behind
+from meshrl.common.base.host.settings import MeshSettings, advertised_host
+from meshrl.common.base.release import release
+from meshrl.common.mesh.access.line import Line
+from meshrl.common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
+from meshrl.common.state.pool.placing import taking
 from meshrl.directory import places, user
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace, running_launcher

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.api.gateway import Gateway
-from common.base.errors import DeadlineExceeded, NotAllowed, NotFound, PeerLost
+from meshrl.common.api.gateway import Gateway
+from meshrl.common.base.errors import DeadlineExceeded, NotAllowed, NotFound, PeerLost
 from meshrl.directory.places import MeshPlace, find_mesh
 from meshrl.launch import ending
 from meshrl.launch.hosts import membership

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 
-from common.base.errors import ConfigError
-from common.base.files import documents
-from common.base.host.settings import new_host
-from common.mesh.access.line import Line
-from common.mesh.access.ticket import Ticket
-from common.mesh.transport.keys import KeyPair
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.settings import new_host
+from meshrl.common.mesh.access.line import Line
+from meshrl.common.mesh.access.ticket import Ticket
+from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.directory.places import MeshPlace
 
 REPAIR = (

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.api.gateway import Gateway
-from common.base.clock import Clock
-from common.base.errors import MeshError, NotAllowed, NotFound
+from meshrl.common.api.gateway import Gateway
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError, NotAllowed, NotFound
 from meshrl.launch.hosts.membership import Membership, gateway_line
 
 LOOK_S = 0.5

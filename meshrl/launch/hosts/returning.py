@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.base.host.settings import MeshSettings
+from meshrl.common.base.host.settings import MeshSettings
 from meshrl.launch.hosts.hosting import HostShape
 
 GIB, MB = 1 << 30, 10**6

@@ -16,9 +16,9 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from common.base.clock import Clock
-from common.base.host.ports import bare, ports
-from common.mesh.telemetry.exposition import Exposition
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.host.ports import bare, ports
+from meshrl.common.mesh.telemetry.exposition import Exposition
 from meshrl.launch.outward.standing import MonitoredProcess, Standing
 from meshrl.view import storage
 from meshrl.view.metrics.mesh_gauges import families

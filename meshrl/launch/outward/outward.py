@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from common.base.host.settings import MeshSettings
-from common.mesh.telemetry.endpoint import MetricsEndpoint, health
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint, health
 from meshrl.launch.outward.host_page import HostPage
 from meshrl.launch.outward.standing import LOOK_S, Standing
 from meshrl.launch.root import RootProcess

@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
-from common.base.host.settings import MeshSettings
-from common.mesh.telemetry.watchdog import Watchdog
-from common.state import registry
-from common.state.pool.store import store as pool
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.telemetry.watchdog import Watchdog
+from meshrl.common.state import registry
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.client import State
 from meshrl.launch.root import RootProcess
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot
 

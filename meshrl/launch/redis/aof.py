@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.checksum import Checksummer
+from meshrl.common.base.checksum import Checksummer
 
 FOLDER = "appendonlydir"
 MANIFEST = "appendonly.aof.manifest"

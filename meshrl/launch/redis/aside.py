@@ -10,8 +10,8 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from common.state.redis.client import State
-from common.state.redis.keys import MESH, job_prefix
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH, job_prefix
 
 # A line in which a server says that its file is no good, and one that blames the host for it.
 UNLOADABLE = re.compile(r"append.?only|\bAOF\b|\bRDB\b|loading DB|manifest", re.IGNORECASE)

@@ -14,12 +14,12 @@ from pathlib import Path
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError, ResponseError
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.ends.failure import tail
-from common.mesh.process.handle import Child
-from common.state.redis import embedded
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.ends.failure import tail
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
 
 INTERVAL_S = 1.0
 ANSWER_S = 2.0

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from common.base.errors import Damaged, StorageFull
-from common.base.files import documents
-from common.base.files.sealed import read_sealed, sealed
-from common.state.server.rollback import JobMark, RollbackMark
+from meshrl.common.base.errors import Damaged, StorageFull
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.sealed import read_sealed, sealed
+from meshrl.common.state.server.rollback import JobMark, RollbackMark
 from meshrl.launch.redis.aof import Extent
 
 

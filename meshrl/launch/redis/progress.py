@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Damaged
-from common.base.files import damage
-from common.state.redis.client import State
-from common.state.server import rollback
-from common.state.server.rollback import RollbackMark
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files import damage
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server import rollback
+from meshrl.common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import aof, note
 from meshrl.launch.redis.note import Note

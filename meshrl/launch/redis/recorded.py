@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.base.files.lines import Row, is_checked, row_of
-from common.records.checkpoints import all_checkpoints
-from common.state.events import order
-from common.state.server.rollback import FIRST, JobMark, RollbackMark, joined
+from meshrl.common.base.files.lines import Row, is_checked, row_of
+from meshrl.common.records.checkpoints import all_checkpoints
+from meshrl.common.state.events import order
+from meshrl.common.state.server.rollback import FIRST, JobMark, RollbackMark, joined
 
 STANDS = ("initial", "step", "lineage", "restored")  # events that tell a lineage and a version
 ISSUED = ("registered", "leader")  # events that tell a fencing token

@@ -19,18 +19,24 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, MeshError, Refused, StateUnavailable, StorageFull
-from common.base.files import damage
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
-from common.state import events
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.state.server import rollback
-from common.state.server.rollback import RollbackMark
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
+from meshrl.common.base.files import damage
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.state import events
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server import rollback
+from meshrl.common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from meshrl.launch.redis.access.network import Network, far_url

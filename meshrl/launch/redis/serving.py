@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from common.base.errors import ConfigError, StateUnavailable
-from common.state.redis import embedded
-from common.state.redis.embedded import EmbeddedServer, Listening
+from meshrl.common.base.errors import ConfigError, StateUnavailable
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.embedded import EmbeddedServer, Listening
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from meshrl.launch.redis.access.network import Network, is_local, is_taken

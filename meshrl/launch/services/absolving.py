@@ -5,11 +5,11 @@ What cannot succeed must end: so a fresh budget takes a reason that holds for th
 
 from __future__ import annotations
 
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.supervision.ended import EndReport, Reports
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
-from common.state import jobs
-from common.state.redis.client import State, server_ms
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import State, server_ms
 
 # Without a group, step or evaluation of any job: another process or a lease is back sooner, as a
 # service is restarted within seconds and reads its state within minutes.

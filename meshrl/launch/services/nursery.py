@@ -8,12 +8,12 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded
-from common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF, answers
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF, answers
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.services import plan
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.job.config import JobConfig
-from common.state.pool.placing.taking import ALL, written
-from common.state.pool.workers import names
-from common.state.pool.workers.rows import Role
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state.pool.placing.taking import ALL, written
+from meshrl.common.state.pool.workers import names
+from meshrl.common.state.pool.workers.rows import Role
 
 PLANNERS = 2  # the second takes over when the first one's lease ends
 # What the nursery has imported: all that services, role processes and environment processes have in
@@ -18,17 +18,17 @@ PLANNERS = 2  # the second takes over when the first one's lease ends
 # first step and its figures. Nothing that starts a thread or touches a GPU on import, and no code
 # of a job's author.
 NURSERY = (
-    "services.planner.planner",
-    "services.weights.store",
-    "services.sandbox.actor",
-    "services.node.agent",
-    "services.node.worker",
-    "services.rollout.shard",
-    "services.environment.environments",
-    "services.scoring.running",
-    "services.engine.running",
-    "services.trainer.running",
-    "services.trainer.gang.running",
+    "meshrl.services.planner.planner",
+    "meshrl.services.weights.store",
+    "meshrl.services.sandbox.actor",
+    "meshrl.services.node.agent",
+    "meshrl.services.node.worker",
+    "meshrl.services.rollout.shard",
+    "meshrl.services.environment.environments",
+    "meshrl.services.scoring.running",
+    "meshrl.services.engine.running",
+    "meshrl.services.trainer.running",
+    "meshrl.services.trainer.gang.running",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "numpy.ctypeslib",
@@ -47,7 +47,13 @@ class Service:
 
 
 def nursery(socket: Path) -> list[str]:
-    return [sys.executable, "-m", "common.mesh.process.forking.nursery", str(socket), *NURSERY]
+    return [
+        sys.executable,
+        "-m",
+        "meshrl.common.mesh.process.forking.nursery",
+        str(socket),
+        *NURSERY,
+    ]
 
 
 def services(workers: int, device: str, host: str, takes: Sequence[str] = ALL) -> list[Service]:
@@ -57,7 +63,7 @@ def services(workers: int, device: str, host: str, takes: Sequence[str] = ALL) -
 
     return [
         *(planner(f"planner/{i}", i > 0) for i in range(PLANNERS)),
-        _service("weights", "services.weights", "weight versions and finished groups"),
+        _service("weights", "meshrl.services.weights", "weight versions and finished groups"),
         agent(host, workers, device, takes),
     ]
 
@@ -80,7 +86,7 @@ def ports_of_host(workers: int) -> int:
 
 def planner(name: str, standby: bool) -> Service:
     purpose = "stands by" if standby else "decides who computes what where"
-    return _service(name, "services.planner", purpose, "--name", name)
+    return _service(name, "meshrl.services.planner", purpose, "--name", name)
 
 
 def agent(
@@ -89,7 +95,7 @@ def agent(
     """The agent of a host that `takes` these services; `options` are more of its own."""
     return _service(
         names.agent(host),
-        "services.node",
+        "meshrl.services.node",
         f"starts and watches {workers} workers, and the shards and sandboxes of jobs",
         *("--workers", str(workers), "--device", device, "--services", written(takes)),
         *options,
@@ -102,7 +108,7 @@ def _service(name: str, module: str, purpose: str, *arguments: str) -> Service:
 
 def gateway(listen: str, advertise: str) -> Service:
     words = ("--listen", listen, "--advertise", advertise)
-    return _service("gateway", "services.gateway", "the door for who holds a token", *words)
+    return _service("gateway", "meshrl.services.gateway", "the door for who holds a token", *words)
 
 
 def services_of(config: JobConfig) -> list[Service]:

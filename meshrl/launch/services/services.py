@@ -13,17 +13,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, MeshError
-from common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
-from common.mesh.process.ends.failure import end_of
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
-from common.mesh.process.supervision.ended import EndReport, Reports, ended
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
-from common.state import registry
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from meshrl.common.mesh.process.ends.failure import end_of
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports, ended
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
 from meshrl.launch.services import absolving, plan

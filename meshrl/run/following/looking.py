@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.state.redis.client import State
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import may_live
 from meshrl.view.recording.recorder import ANSWER_S, LOOK_S

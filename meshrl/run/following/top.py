@@ -16,14 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.api.gateway import JobState
-from common.base.errors import DeadlineExceeded, NotFound, PeerLost, StateUnavailable
-from common.state import events
-from common.state.events import Event
-from common.state.jobs import Phase
-from common.state.pool.store.explained import JUDGED
-from common.state.redis.client import State
 from meshrl.client.client import Client, request
+from meshrl.common.api.gateway import JobState
+from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost, StateUnavailable
+from meshrl.common.state import events
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.store.explained import JUDGED
+from meshrl.common.state.redis.client import State
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.places import shown
 from meshrl.directory.target import place_of

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import HistoryLost, NotFound, Refused
-from common.base.files import lines
-from common.state import events, jobs, steps
-from common.state.jobs import JobRow, Phase
-from common.state.redis.client import State
+from meshrl.common.base.errors import HistoryLost, NotFound, Refused
+from meshrl.common.base.files import lines
+from meshrl.common.state import events, jobs, steps
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.redis.client import State
 from meshrl.directory.asking import ask
 from meshrl.directory.places import MeshPlace, read_if_whole, shown
 from meshrl.directory.target import Run, may_live, mesh_meant, row_of, run_of

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.state.events import Event
-from common.state.pool.workers.names import service
-from common.state.pool.workers.rows import Role
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.workers.names import service
+from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.mesh.processes import BY_RESIDENT, job_in
 
 # What a write of the planner tells together may be in any order: a worker that is lost, and the

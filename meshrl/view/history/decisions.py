@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from common.state import events
-from common.state.events import Event
-from common.state.pool.workers.rows import Role, Tier
-from common.state.redis.client import State
+from meshrl.common.state import events
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.common.state.redis.client import State
 from meshrl.view.history.held import ADMISSION
 
 KINDS = (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from common.state.events import Event
+from meshrl.common.state.events import Event
 
 AGAIN_S = 20.0  # between two counts of what fails where no step comes
 SHOWN = 4  # kinds in one line of counts

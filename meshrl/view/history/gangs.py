@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.state.events import Event
-from common.state.pool.store.explained import JUDGED, judged_of
-from common.state.pool.workers.rows import Doing, Role, Tier
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import JUDGED, judged_of
+from meshrl.common.state.pool.workers.rows import Doing, Role, Tier
 from meshrl.view.history.decisions import decisions, figures
 from meshrl.view.history.moves import seconds
 from meshrl.view.history.news import told, unforeseen

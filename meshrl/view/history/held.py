@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
-from common.state.events import Event
-from common.state.jobs import ENDED, JobRow
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import ENDED, JobRow
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
 WAITING, PAUSED = "waiting", "paused"

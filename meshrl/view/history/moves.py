@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.state.events import Event, order
-from common.state.pool.store.explained import JUDGED, Explained, Judged, judged_of
+from meshrl.common.state.events import Event, order
+from meshrl.common.state.pool.store.explained import JUDGED, Explained, Judged, judged_of
 
 MOST = 10  # judged moves that are shown, the last ones
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.base.files import damage
-from common.mesh.process.ends.failure import told as failure_text
-from common.state.events import Event
-from common.state.jobs import Phase
-from common.state.pool.store.explained import JUDGED, PLANNED, judged_of
+from meshrl.common.base.files import damage
+from meshrl.common.mesh.process.ends.failure import told as failure_text
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.store.explained import JUDGED, PLANNED, judged_of
 from meshrl.view.history import moves
 from meshrl.view.history.held import ADMISSION
 from meshrl.view.mesh import gpus

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.api.stats import CoreStats
-from common.state.events import Event
-from common.state.jobs import ENDED, JobRow, Phase
-from common.state.lifecycle.accounting import COUNTED
-from common.state.registry import Entry
+from meshrl.common.api.stats import CoreStats
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import ENDED, JobRow, Phase
+from meshrl.common.state.lifecycle.accounting import COUNTED
+from meshrl.common.state.registry import Entry
 from meshrl.view.history.failures import FailureKind, Heard
 from meshrl.view.history.held import others, reason
 from meshrl.view.history.news import ALERTS, is_worth_a_line, told

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.base.files.lines import row_of, whole
+from meshrl.common.base.files.lines import row_of, whole
 
 Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed

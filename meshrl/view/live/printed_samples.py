@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from common.base.errors import NotFound
-from common.base.host.terminal import visible
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.host.terminal import visible
 from meshrl.view.history.samples import (
     Sample,
     chosen,

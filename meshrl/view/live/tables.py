@@ -10,11 +10,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.state.jobs import JobRow, Phase
-from common.state.pool.placing.taking import ALL
-from common.state.pool.store.explained import Judged
-from common.state.pool.workers.rows import Role
-from common.state.registry import Entry
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.pool.placing.taking import ALL
+from meshrl.common.state.pool.store.explained import Judged
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.registry import Entry
 from meshrl.view.history.held import reason
 from meshrl.view.history.moves import outcome, seconds
 from meshrl.view.live import printing

@@ -16,10 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.base.host.terminal import guarded_output
-from common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
-from common.state.jobs import Phase
-from common.state.pool.workers.rows import Role
+from meshrl.common.base.host.terminal import guarded_output
+from meshrl.common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.guard import WarningGuard
 from meshrl.view.history.failures import (
     SHOWN,

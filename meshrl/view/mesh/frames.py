@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from common.api.stats import NodeStats
-from common.state import steps
-from common.state.jobs import JobRow
-from common.state.pool.placing.snapshot import Move
-from common.state.pool.store.explained import Explained, Judged
-from common.state.pool.workers.names import role_process
-from common.state.pool.workers.rows import Gang, Resident, Role
-from common.state.redis.client import State
-from common.state.registry import Entry
+from meshrl.common.api.stats import NodeStats
+from meshrl.common.state import steps
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.store.explained import Explained, Judged
+from meshrl.common.state.pool.workers.names import role_process
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry
 from meshrl.view.mesh.processes import owner
 from meshrl.view.mesh.quiet import quiet_text
 from meshrl.view.mesh.rates import TokenRate, steps_per_min, trained_rate, wait_share

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.state.pool.workers.names import agent
-from common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.pool.workers.names import agent
+from meshrl.common.state.pool.workers.rows import WorkerRow
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
 PREFIX = "gpu_"  # of an agent's figures, each a table by worker

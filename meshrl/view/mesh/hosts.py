@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.api.stats import NodeStats
-from common.base.host.settings import MeshSettings
-from common.mesh.transport.address import endpoint_of
-from common.state.pool.placing.snapshot import LEFT
-from common.state.pool.placing.taking import ALL
-from common.state.pool.workers.names import PLACED
-from common.state.redis.client import State
-from common.state.registry import Entry
+from meshrl.common.api.stats import NodeStats
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.state.pool.placing.snapshot import LEFT
+from meshrl.common.state.pool.placing.taking import ALL
+from meshrl.common.state.pool.workers.names import PLACED
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry
 from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_with_troubles

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from common.mesh.process.supervision.ended import LastEnd
-from common.state.jobs import JobRow
-from common.state.pool.demand.needs import Need, need_of
-from common.state.pool.placing.snapshot import PoolHost
-from common.state.pool.placing.taking import nowhere, refusal
-from common.state.pool.store.store import host_of
-from common.state.pool.workers.names import (
+from meshrl.common.mesh.process.supervision.ended import LastEnd
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.pool.demand.needs import Need, need_of
+from meshrl.common.state.pool.placing.snapshot import PoolHost
+from meshrl.common.state.pool.placing.taking import nowhere, refusal
+from meshrl.common.state.pool.store.store import host_of
+from meshrl.common.state.pool.workers.names import (
     agent,
     role_process,
     sandbox,
@@ -19,8 +19,8 @@ from common.state.pool.workers.names import (
     shard,
     worker_process,
 )
-from common.state.pool.workers.rows import Doing, Gang, Resident, Role
-from common.state.registry import Entry
+from meshrl.common.state.pool.workers.rows import Doing, Gang, Resident, Role
+from meshrl.common.state.registry import Entry
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
 SETTLE_MS = 30_000  # to start a process takes seconds

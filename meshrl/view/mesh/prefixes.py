@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from common.state.registry import Entry
+from meshrl.common.state.registry import Entry
 
 TIERS = ("memory", "disk", "peers", "engines")  # tokens by where they came from; see `told`
 

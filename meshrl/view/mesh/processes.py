@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.state.registry import Entry
+from meshrl.common.state.registry import Entry
 
 TICKS = os.sysconf("SC_CLK_TCK")
 BY_JOB = ("trainer", "scoring")  # KIND/JOB

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.state.jobs import JobRow, Phase
-from common.state.registry import Entry
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.registry import Entry
 
 # How long nothing may come, by phase: models are loaded, then a first group is generated; a warm
 # start or an evaluation is one piece of progress, however many its steps and samples.

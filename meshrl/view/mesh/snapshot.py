@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.mesh.process.handle import start_time, usage_of
-from common.mesh.process.supervision import ended
-from common.mesh.process.supervision.ended import LastEnd
-from common.state import jobs, leader, registry
-from common.state.jobs import JobRow
-from common.state.pool.placing.snapshot import Move
-from common.state.pool.store import store as pool
-from common.state.pool.store.explained import Explained, explained_of
-from common.state.pool.workers.rows import Gang, Resident, WorkerRow
-from common.state.redis.client import State, server_ms
-from common.state.redis.keys import MESH, PLANNER
-from common.state.registry import Entry
+from meshrl.common.mesh.process.handle import start_time, usage_of
+from meshrl.common.mesh.process.supervision import ended
+from meshrl.common.mesh.process.supervision.ended import LastEnd
+from meshrl.common.state import jobs, leader, registry
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store.explained import Explained, explained_of
+from meshrl.common.state.pool.workers.rows import Gang, Resident, WorkerRow
+from meshrl.common.state.redis.client import State, server_ms
+from meshrl.common.state.redis.keys import MESH, PLANNER
+from meshrl.common.state.registry import Entry
 
 Rows = Sequence[Mapping[str, Any]]  # of a job's steps
 

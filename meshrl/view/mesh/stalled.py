@@ -16,10 +16,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.api.stats import WorkerStats
-from common.state.pool.workers.names import PLACED, role_process
-from common.state.pool.workers.rows import Role
-from common.state.registry import LEASE_MS, Entry
+from meshrl.common.api.stats import WorkerStats
+from meshrl.common.state.pool.workers.names import PLACED, role_process
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.registry import LEASE_MS, Entry
 from meshrl.view.mesh import planned
 from meshrl.view.mesh.processes import owner
 from meshrl.view.mesh.quiet import quiet_ms, told

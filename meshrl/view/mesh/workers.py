@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.state.pool.workers.names import role_process
-from common.state.pool.workers.rows import Doing, Resident, Role, Tier
+from meshrl.common.state.pool.workers.names import role_process
+from meshrl.common.state.pool.workers.rows import Doing, Resident, Role, Tier
 from meshrl.view.mesh import gpus
 from meshrl.view.mesh.snapshot import MeshSnapshot
 

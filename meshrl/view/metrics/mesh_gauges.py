@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.state import steps
-from common.state.jobs import COUNTS, JobRow
-from common.state.pool.workers.rows import Role
-from common.state.redis.client import State
+from meshrl.common.state import steps
+from meshrl.common.state.jobs import COUNTS, JobRow
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh import hosts
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_writable

@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from common.base.errors import Damaged, Refused
-from common.records import ledger
-from common.state.events import Event
-from common.state.lifecycle.accounting import WRONG, account, wrong
+from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.records import ledger
+from meshrl.common.state.events import Event
+from meshrl.common.state.lifecycle.accounting import WRONG, account, wrong
 from meshrl.directory import job_file
 from meshrl.directory.places import existing_run
 from meshrl.view.history.held import Going

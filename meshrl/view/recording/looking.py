@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
-from common.base.clock import Clock
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
-from common.state import jobs
-from common.state.jobs import JobRow
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.state import jobs
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.processes import Meter, Used, names_of, owner
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh

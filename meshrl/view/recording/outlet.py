@@ -11,12 +11,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import Damaged, MeshError, NotFound, Refused
-from common.base.files import documents
-from common.base.files.at_url import PART, AtUrl, without_secrets
-from common.mesh.process.host import Host
-from common.records.checkpoints import files_below, manifest_of
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import Damaged, MeshError, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.at_url import PART, AtUrl, without_secrets
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.records.checkpoints import files_below, manifest_of
 
 EVERY_S = 60.0  # while the run goes on, beside each new checkpoint; and after an error
 COPY_S = 86_400.0  # of all that is new; what is there by then is not copied again

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import Damaged, HistoryLost
-from common.base.files import damage
-from common.base.files.lines import LineFile, Row, read, whole
-from common.job.evaluation_plan import AFTER
-from common.mesh.process.host import Host
-from common.state import events, readers, steps
-from common.state.events import Event
-from common.state.pool.store.explained import JUDGED
-from common.state.redis.client import State
+from meshrl.common.base.errors import Damaged, HistoryLost
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.lines import LineFile, Row, read, whole
+from meshrl.common.job.evaluation_plan import AFTER
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.state import events, readers, steps
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import JUDGED
+from meshrl.common.state.redis.client import State
 from meshrl.directory import job_file
 from meshrl.directory.places import read_json
 from meshrl.view.history.belonging import Belonging

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.base.errors import (
+from meshrl.common.base.errors import (
     Damaged,
     DeadlineExceeded,
     HistoryLost,
@@ -21,11 +21,11 @@ from common.base.errors import (
     StateUnavailable,
     StorageFull,
 )
-from common.base.files import damage
-from common.base.files.at_url import is_url
-from common.mesh.process.ends.failure import NO_ROOM
-from common.records.checkpoints import all_checkpoints, is_first
-from common.state import events, groups, jobs, readers, steps
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.at_url import is_url
+from meshrl.common.mesh.process.ends.failure import NO_ROOM
+from meshrl.common.records.checkpoints import all_checkpoints, is_first
+from meshrl.common.state import events, groups, jobs, readers, steps
 from meshrl.directory import job_file
 from meshrl.directory.kept import KeptDocument
 from meshrl.directory.places import read_if_whole, read_json, write_json

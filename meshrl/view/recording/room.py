@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from common.base.clock import Clock
-from common.base.errors import StorageFull
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import StorageFull
 
 LOOK_S = 0.5
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.state.events import Event
-from common.state.jobs import Phase
-from common.state.pool.store.explained import OPENING, PLANNED
-from common.state.pool.workers.rows import Role
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.store.explained import OPENING, PLANNED
+from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.history.failures import listed
 from meshrl.view.history.held import held_s
 from meshrl.view.history.news import unforeseen

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.state.pool.workers.rows import Doing, Resident, Tier
+from meshrl.common.state.pool.workers.rows import Doing, Resident, Tier
 from meshrl.directory.places import read_json, write_json
 from meshrl.view.mesh.processes import Used
 from meshrl.view.mesh.snapshot import MeshSnapshot

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.base.errors import NotFound
-from common.base.files.lines import whole
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files.lines import whole
 from meshrl.directory.places import read_json, shown
 from meshrl.view.history import samples
 from meshrl.view.history.gangs import WorkerTimeline

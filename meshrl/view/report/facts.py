@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from common.job.evaluation_plan import HELD_OUT
+from meshrl.common.job.evaluation_plan import HELD_OUT
 from meshrl.view.history.failures import FailureKind, counts, named_figures, of_share
 from meshrl.view.live.view import clock
 from meshrl.view.mesh.prefixes import told

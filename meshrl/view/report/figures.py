@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from common.job.evaluation_plan import HELD_OUT
-from common.state.events import Event
+from meshrl.common.job.evaluation_plan import HELD_OUT
+from meshrl.common.state.events import Event
 from meshrl.view.history.run_snapshot import Evaluation
 from meshrl.view.report.charts import Figure, Series
 

@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from common.job.config import JobConfig
-from common.job.evaluation_plan import GREEDY, SAMPLED
-from common.state.events import Event
-from common.state.pool.store.explained import JUDGED, judged_of
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.evaluation_plan import GREEDY, SAMPLED
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import JUDGED, judged_of
 from meshrl.job.toml.writing import to_toml
 from meshrl.view.history.decisions import decisions
 from meshrl.view.history.failures import FailureKind, counted, of_share

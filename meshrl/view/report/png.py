@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.base.errors import NotFound
+from meshrl.common.base.errors import NotFound
 from meshrl.view.history.gangs import WorkerTimeline
 from meshrl.view.report import timeline
 from meshrl.view.report.charts import Figure, color

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import StorageFull
-from common.base.files import documents
-from common.mesh.process.ends.failure import NO_ROOM
-from common.state.events import Event
-from common.state.jobs import Phase
-from common.state.lifecycle.accounting import WRONG
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files import documents
+from meshrl.common.mesh.process.ends.failure import NO_ROOM
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.lifecycle.accounting import WRONG
 from meshrl.directory.exporting import command
 from meshrl.directory.places import write_json
 from meshrl.view.guard import WarningGuard

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from common.state.pool.workers.rows import Role
+from meshrl.common.state.pool.workers.rows import Role
 from meshrl.view.history.gangs import Span, WorkerTimeline
 from meshrl.view.report.charts import BOTTOM, LEFT, TOP, Plot, legend, svg, ticks
 

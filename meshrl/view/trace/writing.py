@@ -14,10 +14,10 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import NotFound
-from common.base.files import documents
-from common.base.files.lines import whole
-from common.state.events import Event as RunEvent
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.lines import whole
+from meshrl.common.state.events import Event as RunEvent
 from meshrl.directory.places import shown
 from meshrl.view.history.gangs import WorkerTimeline
 from meshrl.view.history.samples import OLDER

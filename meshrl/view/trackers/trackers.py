@@ -19,18 +19,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.base.errors import MeshError, PeerLost, StorageFull
-from common.mesh.process.starting import Spawning
+from meshrl.common.base.errors import MeshError, PeerLost, StorageFull
+from meshrl.common.mesh.process.starting import Spawning
 from meshrl.directory.places import write_json
 from meshrl.job.checks.file.extras import TRACKERS
 from meshrl.view.guard import WarningGuard
 from meshrl.view.history import samples
 
 if TYPE_CHECKING:
-    from common.base.clock import Clock
-    from common.mesh.process.handle import Child
-    from common.mesh.process.host import Host
-    from common.state.events import Event
+    from meshrl.common.base.clock import Clock
+    from meshrl.common.mesh.process.handle import Child
+    from meshrl.common.mesh.process.host import Host
+    from meshrl.common.state.events import Event
 
 TRACKING = "tracking.json"  # of a run: how far its trackers are
 NICE = 10

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.mesh.process.entry.child import ChildChannel
+from meshrl.common.mesh.process.entry.child import ChildChannel
 
 Values = dict[str, float]
 Rows = list[dict[str, Any]]  # of a table, all with the same keys

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.base.checksum import Checksum, Checksummer
-from common.generation.contract import Ints
-from common.generation.loading import CHUNK, Content
+from meshrl.common.base.checksum import Checksum, Checksummer
+from meshrl.common.generation.contract import Ints
+from meshrl.common.generation.loading import CHUNK, Content
 
 NAME_BYTES = 32  # as many as the bulk port's digests have
 DIGITS = 2 * NAME_BYTES

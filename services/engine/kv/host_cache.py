@@ -17,18 +17,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import Stored
-from common.api.stats import KVStats
-from common.base.clock import Clock
-from common.base.errors import BadMessage
-from common.generation.contract import Ints
-from common.generation.loading import CHUNK, KeptPrefix, Loading, Origin, Sought
-from services.engine.kv.chunk_files import ChunkHead, domain_of, is_domain, names_of
-from services.engine.kv.loader import ChunkSource, Loader, Shelves, WantedPrefix
-from services.engine.kv.peers import FROM_TOKENS, ShelvedChunks, names_in
-from services.engine.kv.rates import LoadingPace, Worth
-from services.engine.kv.shelf import KVTier
-from services.engine.kv.writer import ChunkWriter, Copy
+from meshrl.common.api.engine import Stored
+from meshrl.common.api.stats import KVStats
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.generation.contract import Ints
+from meshrl.common.generation.loading import CHUNK, KeptPrefix, Loading, Origin, Sought
+from meshrl.services.engine.kv.chunk_files import ChunkHead, domain_of, is_domain, names_of
+from meshrl.services.engine.kv.loader import ChunkSource, Loader, Shelves, WantedPrefix
+from meshrl.services.engine.kv.peers import FROM_TOKENS, ShelvedChunks, names_in
+from meshrl.services.engine.kv.rates import LoadingPace, Worth
+from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.services.engine.kv.writer import ChunkWriter, Copy
 
 SESSIONS = 1 << 14  # whose caches were let go of
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from common.base.clock import Clock
-from common.generation.loading import CHUNK, Content, Loading
-from services.engine.kv.chunk_files import ChunkHead
-from services.engine.kv.rates import LoadingPace
-from services.engine.kv.shelf import KVTier
+from meshrl.common.base.clock import Clock
+from meshrl.common.generation.loading import CHUNK, Content, Loading
+from meshrl.services.engine.kv.chunk_files import ChunkHead
+from meshrl.services.engine.kv.rates import LoadingPace
+from meshrl.services.engine.kv.shelf import KVTier
 
 AHEAD_BYTES = 512 << 20  # that the engine has not yet put in its place
 RESERVED_S = 60.0  # for which what a prefix is loaded from stays where it is

@@ -19,12 +19,12 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import CacheFrame, CacheHead, CacheMove, CacheMoved, Engine, Export
-from common.base.errors import BadMessage, MeshError
-from common.generation.contract import NO_VERSION, EngineSteps, SessionCache, TokenEngine
-from common.generation.loading import CHUNK, Loading, Origin
-from common.mesh.runtime.mesh import Mesh
-from services.engine.kv.rates import LoadingPace
+from meshrl.common.api.engine import CacheFrame, CacheHead, CacheMove, CacheMoved, Engine, Export
+from meshrl.common.base.errors import BadMessage, MeshError
+from meshrl.common.generation.contract import NO_VERSION, EngineSteps, SessionCache, TokenEngine
+from meshrl.common.generation.loading import CHUNK, Loading, Origin
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.engine.kv.rates import LoadingPace
 
 R = TypeVar("R")
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from common.base.errors import ConfigError, MeshError
-from common.generation.builtin.engine import TorchEngine
-from common.generation.contract import TokenEngine
-from common.generation.kv_directories import disk_root, memory_root, own_directory
-from common.job.config import RolloutConfig
-from common.mesh.runtime.mesh import Mesh
-from services.engine.kv.host_cache import HostCache
-from services.engine.kv.peers import Peers
-from services.engine.kv.shelf import KVTier
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.generation.builtin.engine import TorchEngine
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.generation.kv_directories import disk_root, memory_root, own_directory
+from meshrl.common.job.config import RolloutConfig
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.peers import Peers
+from meshrl.services.engine.kv.shelf import KVTier
 
 GIB = 1 << 30
 OPEN_S = 60.0  # to count what lies there, when the last engine to leave has taken its own away

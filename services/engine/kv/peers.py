@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from common.api.engine import Engine, Stored
-from common.base.errors import MeshError
-from common.mesh.runtime.mesh import Mesh
-from common.state import registry
-from common.state.registry import Entry
-from common.weights.bulk.port import BulkClient
-from common.weights.chunks.chunks import ChunkStore
-from services.engine.kv.chunk_files import HEAD_BYTES, NAME_BYTES, unpacked
-from services.engine.kv.loader import Came
-from services.engine.kv.shelf import KVTier
+from meshrl.common.api.engine import Engine, Stored
+from meshrl.common.base.errors import MeshError
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import registry
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.services.engine.kv.chunk_files import HEAD_BYTES, NAME_BYTES, unpacked
+from meshrl.services.engine.kv.loader import Came
+from meshrl.services.engine.kv.shelf import KVTier
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from services.engine.kv.chunk_files import FoundChunk
+from meshrl.services.engine.kv.chunk_files import FoundChunk
 
 HALF_S = 600.0  # without use, after which a shared prefix is half as likely to be used again
 WAITS = 0.9  # chance that a trajectory whose cache is kept goes on: tools fail, jobs end

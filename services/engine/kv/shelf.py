@@ -17,11 +17,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from common.base.files.file_locks import lies_at, unheld
-from common.generation.kv_directories import enter, entered, leave
-from common.generation.loading import Content
-from services.engine.kv.chunk_files import DIGITS, HEAD_BYTES, ChunkFiles, ChunkHead, FoundChunk
-from services.engine.kv.retention import leaving
+from meshrl.common.base.files.file_locks import lies_at, unheld
+from meshrl.common.generation.kv_directories import enter, entered, leave
+from meshrl.common.generation.loading import Content
+from meshrl.services.engine.kv.chunk_files import (
+    DIGITS,
+    HEAD_BYTES,
+    ChunkFiles,
+    ChunkHead,
+    FoundChunk,
+)
+from meshrl.services.engine.kv.retention import leaving
 
 USED, LOADED, SESSIONS = ".used", ".loaded", ".sessions"
 _COUNT = struct.Struct("<q")

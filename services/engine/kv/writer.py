@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.base.clock import Clock
-from common.generation.loading import Content
-from services.engine.kv.chunk_files import ChunkHead, FoundChunk
-from services.engine.kv.shelf import KVTier
+from meshrl.common.base.clock import Clock
+from meshrl.common.generation.loading import Content
+from meshrl.services.engine.kv.chunk_files import ChunkHead, FoundChunk
+from meshrl.services.engine.kv.shelf import KVTier
 
 WAITING_BYTES = 256 << 20  # copies that are not written yet; more is not kept
 DISK_BYTES_PER_S = 512e6  # of writes to a disk, which others read from

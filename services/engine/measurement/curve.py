@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.state.pool.demand.measured import Curve
+from meshrl.common.state.pool.demand.measured import Curve
 
 WINDOW_STEPS = 8  # are taken in together: an engine may not tell to a step when a token came
 ENOUGH = 4  # windows before there is a curve

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from common.api.stats import PauseStats
-from common.base.clock import Clock
+from meshrl.common.api.stats import PauseStats
+from meshrl.common.base.clock import Clock
 
 KEPT = 256  # the last of each: updates of hours, steps of seconds
 

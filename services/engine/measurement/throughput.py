@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from common.api.engine import Finish
-from common.generation.contract import Flush, Request
+from meshrl.common.api.engine import Finish
+from meshrl.common.generation.contract import Flush, Request
 
 WEIGHT = 0.1  # a new step's share in a size's mean: contexts grow, so old steps must fade
 ENOUGH = 8  # steps of one size before it counts

@@ -15,15 +15,15 @@ from typing import Any
 
 from torch import Tensor
 
-from common.base.errors import MeshError, Refused, RemoteFailure
-from common.generation.batch.adapters import changes_of
-from common.model.architecture.config import ModelConfig
-from common.model.architecture.projections import FUSED, projections
-from common.model.network.lora import factor_of, to_peft
-from services.engine.sglang import v0_5
-from services.engine.sglang.http import Http, Pending
-from services.engine.sglang.reading_back import padded
-from services.engine.sglang.weights import inline
+from meshrl.common.base.errors import MeshError, Refused, RemoteFailure
+from meshrl.common.generation.batch.adapters import changes_of
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.projections import FUSED, projections
+from meshrl.common.model.network.lora import factor_of, to_peft
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.http import Http, Pending
+from meshrl.services.engine.sglang.reading_back import padded
+from meshrl.services.engine.sglang.weights import inline
 
 LOAD_S = 50.0  # for an adapter to be in place; as other weights have
 

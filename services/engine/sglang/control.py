@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.base.clock import Clock, SystemClock
-from common.base.errors import MeshError, PeerLost
-from common.model.architecture.config import ModelConfig
-from services.engine.sglang import reading_back, v0_5
-from services.engine.sglang.http import Http
-from services.engine.sglang.weights import WeightTransport
+from meshrl.common.base.clock import Clock, SystemClock
+from meshrl.common.base.errors import MeshError, PeerLost
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.services.engine.sglang import reading_back, v0_5
+from meshrl.services.engine.sglang.http import Http
+from meshrl.services.engine.sglang.weights import WeightTransport
 
 LOOK_S = 10.0
 ANSWER_S = 25.0  # the server itself gives up after 20

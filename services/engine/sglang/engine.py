@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.base.errors import Damaged, MeshError, Refused
-from common.generation.builtin.loaded import check_shapes, shapes_of
-from common.generation.contract import (
+from meshrl.common.base.errors import Damaged, MeshError, Refused
+from meshrl.common.generation.builtin.loaded import check_shapes, shapes_of
+from meshrl.common.generation.contract import (
     NO_VERSION,
     Flush,
     Ints,
@@ -32,22 +32,22 @@ from common.generation.contract import (
     replacing,
     too_long,
 )
-from common.generation.served_by_sglang import known_rows
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import state_to_hf
-from services.engine.sglang import v0_5
-from services.engine.sglang.adapters import ServerAdapters
-from services.engine.sglang.control import (
+from meshrl.common.generation.served_by_sglang import known_rows
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import state_to_hf
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.adapters import ServerAdapters
+from meshrl.services.engine.sglang.control import (
     IN_PLACE,
     RETRACT,
     UPDATE_S,
     Control,
     HealthWatch,
 )
-from services.engine.sglang.http import Http
-from services.engine.sglang.requests import Decode, Requests
-from services.engine.sglang.server import SGLangServer
-from services.engine.sglang.weights import transport
+from meshrl.services.engine.sglang.http import Http
+from meshrl.services.engine.sglang.requests import Decode, Requests
+from meshrl.services.engine.sglang.server import SGLangServer
+from meshrl.services.engine.sglang.weights import transport
 
 ARRIVAL_S = 0.01  # a step waits this long for tokens
 SCORE_S = 60.0

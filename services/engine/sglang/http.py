@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import aiohttp
 import httpx
 
-from common.base.errors import DeadlineExceeded, PeerLost, RemoteFailure
+from meshrl.common.base.errors import DeadlineExceeded, PeerLost, RemoteFailure
 
 CONNECT_S = 10.0  # to a server on this host
 CLOSE_S = 5.0

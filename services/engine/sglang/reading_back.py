@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from common.base.errors import RemoteFailure
-from common.generation.served_by_sglang import OF_VOCABULARY
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import fused_parts
-from services.engine.sglang import v0_5
+from meshrl.common.base.errors import RemoteFailure
+from meshrl.common.generation.served_by_sglang import OF_VOCABULARY
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import fused_parts
+from meshrl.services.engine.sglang import v0_5
 
 THEIRS = {  # our fused matrices by SGLang's names
     "qkv": "self_attn.qkv_proj.weight",

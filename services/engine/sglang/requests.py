@@ -14,14 +14,14 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from common.api.engine import Finish
-from common.base.clock import Clock
-from common.base.errors import MeshError
-from common.generation.builtin.stop_text import MARGIN, StopText, begin_of
-from common.generation.contract import Flush, FlushPiece, Request, flush_of
-from services.engine.sglang import v0_5
-from services.engine.sglang.adapters import LoadedAdapter
-from services.engine.sglang.http import Http, Pending, ServerEvent
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError
+from meshrl.common.generation.builtin.stop_text import MARGIN, StopText, begin_of
+from meshrl.common.generation.contract import Flush, FlushPiece, Request, flush_of
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.adapters import LoadedAdapter
+from meshrl.services.engine.sglang.http import Http, Pending, ServerEvent
 
 ABORT_S = 3.0  # for the last tokens of an aborted request
 ABORT_AGAIN_S = 0.3  # an abort that overtakes its request is not heard

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
-from common.generation.served_by_sglang import served_by_sglang
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host, Stoppable
-from common.mesh.process.output.log_bounds import bound_file
-from common.mesh.process.starting import Spawning
-from common.model.architecture.config import ModelConfig
-from services.engine.sglang import v0_5
-from services.engine.sglang.http import UNAUTHORIZED, Http
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
+from meshrl.common.generation.served_by_sglang import served_by_sglang
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host, Stoppable
+from meshrl.common.mesh.process.output.log_bounds import bound_file
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.http import UNAUTHORIZED, Http
 
 START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
 PROBE_S, LOOK_S = 5.0, 0.25
@@ -145,7 +145,7 @@ class Launch:
         return [*flags, *self.options, "--config", str(self.secrets)]
 
     def command(self, port: int) -> list[str]:
-        """Outside our tree and without our paths: Hugging Face's `kernels` has our name."""
+        """Outside our tree and without our paths, so that it imports what its environment has."""
         unset = [part for name in OURS for part in ("-u", name)]
         start = [LAUNCHER, "-C", str(self.model), *unset, self.python, "-P"]
         return [*start, "-m", "sglang.launch_server", *self.arguments(port)]

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.engine import Finish
-from common.base.errors import Refused, RemoteFailure
-from common.generation.contract import Request
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused, RemoteFailure
+from meshrl.common.generation.contract import Request
 
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",

@@ -24,10 +24,10 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
-from common.base.errors import ConfigError, MeshError, RemoteFailure
-from common.model.files.source import batches
-from services.engine.sglang import v0_5
-from services.engine.sglang.http import Http, Pending
+from meshrl.common.base.errors import ConfigError, MeshError, RemoteFailure
+from meshrl.common.model.files.source import batches
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.http import Http, Pending
 
 TRANSPORTS = ("auto", "disk", "tensors", "distributed")
 JOIN_S = 20.0  # for all ranks to meet

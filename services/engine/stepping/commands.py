@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from common.base.clock import Clock
-from common.base.errors import MeshError
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError
 
 R = TypeVar("R")
 

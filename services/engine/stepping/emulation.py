@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.api.engine import Finish
-from common.base.clock import Clock
-from common.generation.contract import Flush, TokenEngine, joined, rows_of
-from common.job.pace import LATE, Pace
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.clock import Clock
+from meshrl.common.generation.contract import Flush, TokenEngine, joined, rows_of
+from meshrl.common.job.pace import LATE, Pace
 
 
 class EmulatedSteps:

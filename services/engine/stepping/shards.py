@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from common.api.engine import Attach, Finish, Tokens
-from common.base.errors import Refused
-from common.generation.contract import NO_FLOATS, Flush, rows_of
+from meshrl.common.api.engine import Attach, Finish, Tokens
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.contract import NO_FLOATS, Flush, rows_of
 
 EMPTY = Flush(
     ids=np.zeros(0, np.int64),

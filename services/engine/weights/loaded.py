@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.api.node import TURN_S
-from common.base.errors import DeadlineExceeded, Refused
-from common.generation.contract import NO_VERSION, Quarantined, TokenEngine, replacing
-from common.mesh.residents.tiers import Keep, Take
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.mesh import Mesh
-from common.model.files.storages import trim
-from common.state.pool.workers.rows import Tier
-from common.weights.layout.images import outline
-from services.engine.kv.host_cache import HostCache
-from services.engine.measurement.pauses import Pauses
-from services.engine.stepping.commands import BETWEEN_S, StepCommands
-from services.engine.stepping.shards import Shards
+from meshrl.common.api.node import TURN_S
+from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.generation.contract import NO_VERSION, Quarantined, TokenEngine, replacing
+from meshrl.common.mesh.residents.tiers import Keep, Take
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.files.storages import trim
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.weights.layout.images import outline
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.measurement.pauses import Pauses
+from meshrl.services.engine.stepping.commands import BETWEEN_S, StepCommands
+from meshrl.services.engine.stepping.shards import Shards
 
 WEIGHTS_S = 600.0  # for the current version to be fetched and loaded
 

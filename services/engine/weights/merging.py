@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common.base.clock import Clock
+from meshrl.common.base.clock import Clock
 
 Wish = Literal["auto", "merged", "beside"]  # `lora.engines`
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.api.trainer import Trainer
-from common.api.weights import Manifest
-from common.base.errors import ConfigError, Damaged, MeshError, NotFound
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.images import Image
-from common.weights.receive import Receiver
-from common.weights.ways.bringing import Bringing, PullPath
-from common.weights.ways.collective import Collective
+from meshrl.common.api.trainer import Trainer
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotFound
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.images import Image
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.ways.bringing import Bringing, PullPath
+from meshrl.common.weights.ways.collective import Collective
 
 TRIES = 5  # a version that was damaged each time it was written: the disk does it
 # For a trainer that does not answer, because it is being started, or cannot write it again. One

@@ -14,7 +14,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.session import RolloutSession
 
-from services.environment.verifying.episode import Episode
+from meshrl.services.environment.verifying.episode import Episode
 
 MODEL = "meshrl"
 # Marks the agents whose turns our engines sample; an agent with a client of its own keeps it.

@@ -17,8 +17,8 @@ from verifiers.v1 import (
 )
 from verifiers.v1.runtimes import runtime_is_local
 
-from common.base.errors import ConfigError
-from services.environment.verifying import harness
+from meshrl.common.base.errors import ConfigError
+from meshrl.services.environment.verifying import harness
 
 SHELL = "bash"  # the harness of `verifiers` for tasksets that bring none
 

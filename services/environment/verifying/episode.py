@@ -29,9 +29,9 @@ from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 
-from common.base.errors import MeshError
-from common.environment.numbers import finite_number
-from common.model.chat.chat import Chat, ChatConversation, Reply
+from meshrl.common.base.errors import MeshError
+from meshrl.common.environment.numbers import finite_number
+from meshrl.common.model.chat.chat import Chat, ChatConversation, Reply
 
 Action = list[Any]
 CLOSE_S = 10.0  # for what an environment does when its trajectory is given up

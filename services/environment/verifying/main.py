@@ -19,15 +19,15 @@ from typing import Any
 import msgpack
 from verifiers.v1 import Env, ModelContext
 
-from common.base.errors import MeshError
-from common.environment.framing import checked, encodable, frames, packed
-from common.environment.making import making
-from common.mesh.process.entry.child import CHANNEL_FD, FRAME_LIMIT
-from common.model.chat.chat import Chat
-from common.model.tokens.tokenizer import Tokenizer
-from services.environment.verifying import configuration, harness
-from services.environment.verifying.client import ENGINES, MODEL, EngineClient, serving
-from services.environment.verifying.episode import Episode, RolloutFailed
+from meshrl.common.base.errors import MeshError
+from meshrl.common.environment.framing import checked, encodable, frames, packed
+from meshrl.common.environment.making import making
+from meshrl.common.mesh.process.entry.child import CHANNEL_FD, FRAME_LIMIT
+from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.environment.verifying import configuration, harness
+from meshrl.services.environment.verifying.client import ENGINES, MODEL, EngineClient, serving
+from meshrl.services.environment.verifying.episode import Episode, RolloutFailed
 
 
 class Episodes:

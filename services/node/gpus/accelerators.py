@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from common.base.errors import ConfigError
-from common.hardware.gpus.devices import Device
-from common.hardware.gpus.found import ANSWER_S, enough, ours
-from common.hardware.gpus.visible import CUDA
-from common.hardware.profiles import CPU, declared, kind_of
-from common.mesh.process.host import Host
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.hardware.gpus.found import ANSWER_S, enough, ours
+from meshrl.common.hardware.gpus.visible import CUDA
+from meshrl.common.hardware.profiles import CPU, declared, kind_of
+from meshrl.common.mesh.process.host import Host
 
 
 @dataclass(frozen=True)

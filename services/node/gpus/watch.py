@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.base.errors import DeadlineExceeded, MeshError
-from common.hardware.gpus import driver
-from common.hardware.gpus.devices import Device, Reading
-from common.mesh.runtime.mesh import Mesh
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.hardware.gpus import driver
+from meshrl.common.hardware.gpus.devices import Device, Reading
+from meshrl.common.mesh.runtime.mesh import Mesh
 
 READ_S = 5.0  # between two readings: a few milliseconds of the driver's time for a GPU
 ANSWER_S = 30.0  # the driver answers at once, or hangs with a GPU that has fallen off the bus

@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.errors import StorageFull
-from common.mesh.process.host import Host
-from common.state.pool.workers.rows import Budget, Tier
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.state.pool.workers.rows import Budget, Tier
 
 # Left to everybody else on the host: a move that takes the last of it ends processes that had no
 # part in it.

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
-from common.mesh.process.handle import Child
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Budget, Doing, Report, Resident, Tier
-from common.state.redis.client import State
-from services.node.residents.budgets import OverBudget
-from services.node.residents.process import ROOM_AGAIN_S, Around
-from services.node.residents.roles import RoleWish
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Budget, Doing, Report, Resident, Tier
+from meshrl.common.state.redis.client import State
+from meshrl.services.node.residents.budgets import OverBudget
+from meshrl.services.node.residents.process import ROOM_AGAIN_S, Around
+from meshrl.services.node.residents.roles import RoleWish
 
 
 class Keeping:

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from common.base.errors import Damaged
-from common.base.files.kept import File, Mapped, Medium, head_of
-from common.base.host.settings import kept_file
-from common.state.pool.workers.rows import Budget, Tier
-from services.node.residents.process import Around
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files.kept import File, Mapped, Medium, head_of
+from meshrl.common.base.host.settings import kept_file
+from meshrl.common.state.pool.workers.rows import Budget, Tier
+from meshrl.services.node.residents.process import Around
 
 LOOK_S = 30.0  # to read a head from a busy disk
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.api.calls.role import Resting, Settle
-from common.base.errors import (
+from meshrl.common.api.calls.role import Resting, Settle
+from meshrl.common.base.errors import (
     ConfigError,
     DeadlineExceeded,
     Fenced,
@@ -21,27 +21,27 @@ from common.base.errors import (
     StateUnavailable,
     StorageFull,
 )
-from common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
-from common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
-from common.hardware.gpus.visible import CUDA
-from common.mesh.process.ends.failure import Failure, end_of
-from common.mesh.process.handle import Child
-from common.mesh.process.supervision.ended import EndReport, Reports
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import (
+from meshrl.common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
+from meshrl.common.hardware.gpus.driver import GpuLost, GpuTrouble, NoDriver
+from meshrl.common.hardware.gpus.visible import CUDA
+from meshrl.common.mesh.process.ends.failure import Failure, end_of
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import (
     NO_START,
     ChildEnd,
     ChildSpec,
     Hooks,
     Supervisor,
 )
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.workers.rows import Budget, Doing, Tier
-from services.node.residents.budgets import Budgets, OverBudget
-from services.node.residents.roles import RoleWish
-from services.node.residents.room import GpuFull, GpuRoom
-from services.node.residents.segments import Segments
-from services.node.residents.startup import LOADING_S, Progress, Startup
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import Budget, Doing, Tier
+from meshrl.services.node.residents.budgets import Budgets, OverBudget
+from meshrl.services.node.residents.roles import RoleWish
+from meshrl.services.node.residents.room import GpuFull, GpuRoom
+from meshrl.services.node.residents.segments import Segments
+from meshrl.services.node.residents.startup import LOADING_S, Progress, Startup
 
 NICE = 5  # below the services: a step may wait, a heartbeat may not
 # One thread a process (more are slower when cores are shared); tensors are allocated from a heap

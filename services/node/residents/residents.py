@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from common.api.stats import ResidentStats
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.base.host.settings import kept_file
-from common.mesh.process.handle import Child
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Doing, Report, Tier
-from services.node.residents.keeping import Keeping, kept
-from services.node.residents.keepsakes import left_by
-from services.node.residents.process import Around, RoleProcess
-from services.node.residents.roles import RoleWish
+from meshrl.common.api.stats import ResidentStats
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.base.host.settings import kept_file
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Doing, Report, Tier
+from meshrl.services.node.residents.keeping import Keeping, kept
+from meshrl.services.node.residents.keepsakes import left_by
+from meshrl.services.node.residents.process import Around, RoleProcess
+from meshrl.services.node.residents.roles import RoleWish
 
 STARTING_LOOK_S = 0.1  # while a process starts or moves: its readiness is news
 LOOK_S = 0.5

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.base.errors import ConfigError
-from common.state.pool.workers import names
-from common.state.pool.workers.rows import Gang, Report, Resident, Role, Tier
-from common.state.pool.workers.seat import Seat
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.state.pool.workers import names
+from meshrl.common.state.pool.workers.rows import Gang, Report, Resident, Role, Tier
+from meshrl.common.state.pool.workers.seat import Seat
 
 COMMANDS: Mapping[str, list[str]] = {
-    Role.ROLLOUT: [sys.executable, "-m", "services.engine"],
-    Role.TRAINING: [sys.executable, "-m", "services.trainer"],
-    Role.SCORING: [sys.executable, "-m", "services.scoring"],
+    Role.ROLLOUT: [sys.executable, "-m", "meshrl.services.engine"],
+    Role.TRAINING: [sys.executable, "-m", "meshrl.services.trainer"],
+    Role.SCORING: [sys.executable, "-m", "meshrl.services.scoring"],
 }
 
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from common.base.errors import NotFound
-from common.hardware.gpus import driver
-from common.hardware.gpus.devices import Memory
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs
-from common.state.pool.demand.needs import need_of
-from common.state.pool.placing.fitting import takes
-from common.state.pool.workers.rows import Resident
-from services.node.residents.budgets import OverBudget
+from meshrl.common.base.errors import NotFound
+from meshrl.common.hardware.gpus import driver
+from meshrl.common.hardware.gpus.devices import Memory
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.demand.needs import need_of
+from meshrl.common.state.pool.placing.fitting import takes
+from meshrl.common.state.pool.workers.rows import Resident
+from meshrl.services.node.residents.budgets import OverBudget
 
 CONTEXT = 512 << 20  # what a process takes for CUDA itself, before its first tensor
 ANSWER_S = 30.0  # the driver answers at once, or hangs

@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from typing import Self
 
-from common.api.node import MakeSegment, Segment, Worker
-from common.base.errors import StorageFull
-from common.base.files.kept import segment_name
-from common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.api.node import MakeSegment, Segment, Worker
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files.kept import segment_name
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
 
 SPARE_BYTES = 64 << 20  # of the host's memory that no segment takes: something has to answer
 

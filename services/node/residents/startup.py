@@ -7,10 +7,10 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any
 
-from common.base.errors import NotFound
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs, registry
-from services.node.residents.roles import RoleWish
+from meshrl.common.base.errors import NotFound
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs, registry
+from meshrl.services.node.residents.roles import RoleWish
 
 LOADING_S = 300.0  # a started process may be so long on one thing until it is ready
 PAUSED_LOOK_S = 15.0  # between two looks whether its job is paused, while it starts

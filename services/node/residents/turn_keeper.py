@@ -11,17 +11,17 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from common.api.node import EndResident, GangTurn, GiveBack, TakeTurn, Worker
-from common.api.stats import TurnStats
-from common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import NotThere
-from common.mesh.runtime.tasks import all_of
-from common.state import registry
-from common.state.pool.workers.names import worker_process
-from common.state.pool.workers.rows import Gang
-from services.node.residents.turns import GrantedTurn, Leases, TurnOrder, TurnRequest
+from meshrl.common.api.node import EndResident, GangTurn, GiveBack, TakeTurn, Worker
+from meshrl.common.api.stats import TurnStats
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import NotThere
+from meshrl.common.mesh.runtime.tasks import all_of
+from meshrl.common.state import registry
+from meshrl.common.state.pool.workers.names import worker_process
+from meshrl.common.state.pool.workers.rows import Gang
+from meshrl.services.node.residents.turns import GrantedTurn, Leases, TurnOrder, TurnRequest
 
 Kill = Callable[[str, int, str], Awaitable[None]]  # resident, generation, why; returns when dead
 LOOK_S = 2.0  # how often it is seen to that the process of a holder is still the one that asked

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import FailJob, Why
-from common.state.pool.placing.fitting import fitted, never_fits_on, too_far_apart, too_large
-from common.state.pool.placing.snapshot import Snapshot
-from common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import FailJob, Why
+from meshrl.common.state.pool.placing.fitting import fitted, never_fits_on, too_far_apart, too_large
+from meshrl.common.state.pool.placing.snapshot import Snapshot
+from meshrl.common.state.pool.workers.rows import WorkerRow
 
 
 def shortfalls(

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from common.state.jobs import Phase
-from common.state.pool.demand.needs import Need, PlannedJob
-from common.state.pool.placing.fitting import tight_floor
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.needs import Need, PlannedJob
+from meshrl.common.state.pool.placing.fitting import tight_floor
 
 NAMED = 3  # jobs that a reason names
 

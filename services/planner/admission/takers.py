@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from common.state.pool.demand.needs import Need, PlannedJob
-from common.state.pool.placing.snapshot import LEFT, PoolHost, Snapshot
-from common.state.pool.placing.taking import nowhere, refusal
-from common.state.pool.workers.names import TAKEN, service
-from services.planner.admission.sharing import started
-from services.planner.pool.presence import Presence
+from meshrl.common.state.pool.demand.needs import Need, PlannedJob
+from meshrl.common.state.pool.placing.snapshot import LEFT, PoolHost, Snapshot
+from meshrl.common.state.pool.placing.taking import nowhere, refusal
+from meshrl.common.state.pool.workers.names import TAKEN, service
+from meshrl.services.planner.admission.sharing import started
+from meshrl.services.planner.pool.presence import Presence
 
 
 class Takers:

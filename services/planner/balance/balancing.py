@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.state.jobs import Phase
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Judge, Why
-from common.state.pool.store.explained import OPENING, STAGE_TIME
-from common.state.pool.workers.rows import Role
-from services.planner.balance import trials
-from services.planner.balance.learning import noted
-from services.planner.balance.opening import opened, opens
-from services.planner.balance.reshaping import back, pursue, reshape
-from services.planner.balance.standing import (
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Judge, Why
+from meshrl.common.state.pool.store.explained import OPENING, STAGE_TIME
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.services.planner.balance import trials
+from meshrl.services.planner.balance.learning import noted
+from meshrl.services.planner.balance.opening import opened, opens
+from meshrl.services.planner.balance.reshaping import back, pursue, reshape
+from meshrl.services.planner.balance.standing import (
     LEAST_STEPS,
     Pressed,
     curves_of,
@@ -29,15 +29,15 @@ from services.planner.balance.standing import (
     terms_of,
     timed,
 )
-from services.planner.balance.trials import TrialEvidence, Verdict
-from services.planner.balance.watch import SplitWatch
-from services.planner.costs.correction import Correction
-from services.planner.forecast.accounts import StepMark, Window, between
-from services.planner.forecast.prediction import demand, predicted, rates
-from services.planner.forecast.quantities import Split
-from services.planner.policies.moves import move
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated, Team
+from meshrl.services.planner.balance.trials import TrialEvidence, Verdict
+from meshrl.services.planner.balance.watch import SplitWatch
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.forecast.accounts import StepMark, Window, between
+from meshrl.services.planner.forecast.prediction import demand, predicted, rates
+from meshrl.services.planner.forecast.quantities import Split
+from meshrl.services.planner.policies.moves import move
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated, Team
 
 UNDO = "unpaid"
 PLAYED_MS, PLAYED = 3000, 4  # between two looks at which a job's steps are played; jobs at a look

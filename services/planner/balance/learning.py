@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from common.state.pool.demand.needs import PlannedJob
-from services.planner.balance.opening import asked_of
-from services.planner.balance.watch import SplitWatch
-from services.planner.costs.correction import Correction
-from services.planner.costs.foretold import TrainingQuery, training
-from services.planner.forecast import degrees
-from services.planner.forecast.accounts import between
-from services.planner.pool.draft import Draft
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.services.planner.balance.opening import asked_of
+from meshrl.services.planner.balance.watch import SplitWatch
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.costs.foretold import TrainingQuery, training
+from meshrl.services.planner.forecast import degrees
+from meshrl.services.planner.forecast.accounts import between
+from meshrl.services.planner.pool.draft import Draft
 
 
 def noted(

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.state.pool.demand.measured import kind_of
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.store.explained import OPENING
-from services.planner.balance.standing import Pressed, curves_of, host_cores, terms_of
-from services.planner.balance.watch import SplitWatch
-from services.planner.costs.correction import Correction
-from services.planner.costs.foretold import TrainingQuery, believed
-from services.planner.forecast.accounts import StepMark, Window
-from services.planner.forecast.prediction import mean, predicted
-from services.planner.forecast.quantities import Demand, StepRates
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Team
+from meshrl.common.state.pool.demand.measured import kind_of
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.store.explained import OPENING
+from meshrl.services.planner.balance.standing import Pressed, curves_of, host_cores, terms_of
+from meshrl.services.planner.balance.watch import SplitWatch
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.costs.foretold import TrainingQuery, believed
+from meshrl.services.planner.forecast.accounts import StepMark, Window
+from meshrl.services.planner.forecast.prediction import mean, predicted
+from meshrl.services.planner.forecast.quantities import Demand, StepRates
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Team
 
 ENDED = 2 / 3  # of those trajectories
 

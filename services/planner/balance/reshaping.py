@@ -16,23 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from common.state.pool.demand.measured import LEVELS, Lengths, kind_of
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Place, Why
-from services.planner.balance import shapes
-from services.planner.balance.shapes import RolloutShape, ShapeRoom
-from services.planner.balance.standing import Pressed, explained, refused, terms_of
-from services.planner.balance.trials import RESHAPED
-from services.planner.balance.watch import ShapeWish, SplitWatch
-from services.planner.costs.correction import Correction
-from services.planner.forecast import degrees
-from services.planner.forecast.accounts import StepMark
-from services.planner.forecast.quantities import Split, StepTerms
-from services.planner.layouts.nodes import BLOCK, LayoutNode
-from services.planner.layouts.serving import GangServer, Served
-from services.planner.policies.engines import shape
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated, Team
+from meshrl.common.state.pool.demand.measured import LEVELS, Lengths, kind_of
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Place, Why
+from meshrl.services.planner.balance import shapes
+from meshrl.services.planner.balance.shapes import RolloutShape, ShapeRoom
+from meshrl.services.planner.balance.standing import Pressed, explained, refused, terms_of
+from meshrl.services.planner.balance.trials import RESHAPED
+from meshrl.services.planner.balance.watch import ShapeWish, SplitWatch
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.forecast import degrees
+from meshrl.services.planner.forecast.accounts import StepMark
+from meshrl.services.planner.forecast.quantities import Split, StepTerms
+from meshrl.services.planner.layouts.nodes import BLOCK, LayoutNode
+from meshrl.services.planner.layouts.serving import GangServer, Served
+from meshrl.services.planner.policies.engines import shape
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated, Team
 
 RULE = "lengths"
 LATE = 3  # times as long as a move may take, after which a shape is given up

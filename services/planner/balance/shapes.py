@@ -12,12 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.state.pool.demand.measured import LEVELS, Lengths
-from services.planner.costs.training import TrainingLayout
-from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, LayoutPlan, Timed, allocate
-from services.planner.layouts.grouping import LengthGroup, alike, groups_for, quantiles
-from services.planner.layouts.nodes import LayoutNode
-from services.planner.layouts.serving import Served
+from meshrl.common.state.pool.demand.measured import LEVELS, Lengths
+from meshrl.services.planner.costs.training import TrainingLayout
+from meshrl.services.planner.layouts.allocation import (
+    NO_TRAINING,
+    TOLERANCE,
+    LayoutPlan,
+    Timed,
+    allocate,
+)
+from meshrl.services.planner.layouts.grouping import LengthGroup, alike, groups_for, quantiles
+from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.serving import Served
 
 MOST = 4096  # trajectories of a step that are told apart; of more, each stands for several
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from common.state.pool.demand.measured import Curve
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import FinishMove
-from services.planner.balance import triggers
-from services.planner.balance.trials import Trial
-from services.planner.balance.watch import SplitWatch
-from services.planner.forecast.accounts import StepMark, Window
-from services.planner.forecast.degrees import NOTED
-from services.planner.forecast.prediction import (
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import FinishMove
+from meshrl.services.planner.balance import triggers
+from meshrl.services.planner.balance.trials import Trial
+from meshrl.services.planner.balance.watch import SplitWatch
+from meshrl.services.planner.forecast.accounts import StepMark, Window
+from meshrl.services.planner.forecast.degrees import NOTED
+from meshrl.services.planner.forecast.prediction import (
     Prediction,
     corrected,
     demand,
@@ -25,9 +25,9 @@ from services.planner.forecast.prediction import (
     rates,
     stepped_s,
 )
-from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Team
+from meshrl.services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Team
 
 SWITCH_S = 3.0  # that a move takes where none was measured: to start a role process
 WEIGHT = 0.3  # of the last move, in what a move takes

@@ -12,9 +12,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from services.planner.forecast.accounts import StepMark, Window
-from services.planner.forecast.prediction import corrected, scaled, stepped_s
-from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
+from meshrl.services.planner.forecast.accounts import StepMark, Window
+from meshrl.services.planner.forecast.prediction import corrected, scaled, stepped_s
+from meshrl.services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
 
 SURE = 1.5  # standard errors by which two times differ that are told apart
 LONGEST = 4  # times the window that a verdict may take

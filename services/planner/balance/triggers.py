@@ -7,10 +7,10 @@ the other. Nothing is planned before the warm-up is over, and nothing for a whil
 
 from __future__ import annotations
 
-from common.job.config import PlannerConfig
-from services.planner.forecast.accounts import Window
-from services.planner.forecast.prediction import OFF, Prediction
-from services.planner.forecast.quantities import Split, StepTerms
+from meshrl.common.job.config import PlannerConfig
+from meshrl.services.planner.forecast.accounts import Window
+from meshrl.services.planner.forecast.prediction import OFF, Prediction
+from meshrl.services.planner.forecast.quantities import Split, StepTerms
 
 
 def pressing(

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.planner.balance.trials import KEPT, Trial, Verdict, learned
-from services.planner.forecast.accounts import Account, StepMark, Times, Window, between
-from services.planner.forecast.degrees import Curves
-from services.planner.forecast.quantities import Split
+from meshrl.services.planner.balance.trials import KEPT, Trial, Verdict, learned
+from meshrl.services.planner.forecast.accounts import Account, StepMark, Times, Window, between
+from meshrl.services.planner.forecast.degrees import Curves
+from meshrl.services.planner.forecast.quantities import Split
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.base.errors import ConfigError
-from common.hardware import profiles
-from common.hardware.shapes import ModelShape
-from common.job.pace import training_profile
-from services.planner.costs.correction import Correction, CorrectionKey
-from services.planner.costs.training import TrainingLayout, TrainingWork, step_s, update_s
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware import profiles
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.pace import training_profile
+from meshrl.services.planner.costs.correction import Correction, CorrectionKey
+from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork, step_s, update_s
 
 
 @dataclass(frozen=True, slots=True)

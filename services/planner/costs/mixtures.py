@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
-from common.base.errors import ConfigError
-from common.hardware.profiles import declared
-from common.hardware.zebra.asymmetry import RankCounts
-from common.hardware.zebra.costs import BACKWARD
-from common.hardware.zebra.kinds import declared_profile
-from common.hardware.zebra.profile import AcceleratorCosts, Profile, kind_of_table
-from common.hardware.zebra.shapes import MICROS, CoreShape, shape_of
-from common.hardware.zebra.together import expert_parallel_s, fits_together
-from common.job.pace import DeclaredPace, declared_pace
-from common.state.pool.demand.measured import LEVELS, Lengths
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.workers.rows import Apart
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.profiles import declared
+from meshrl.common.hardware.zebra.asymmetry import RankCounts
+from meshrl.common.hardware.zebra.costs import BACKWARD
+from meshrl.common.hardware.zebra.kinds import declared_profile
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, Profile, kind_of_table
+from meshrl.common.hardware.zebra.shapes import MICROS, CoreShape, shape_of
+from meshrl.common.hardware.zebra.together import expert_parallel_s, fits_together
+from meshrl.common.job.pace import DeclaredPace, declared_pace
+from meshrl.common.state.pool.demand.measured import LEVELS, Lengths
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.workers.rows import Apart
 
 AGAIN = 1.0  # times a forward that a backward takes longer where activations are computed again
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.hardware.profiles import Accelerator
-from common.hardware.shapes import ModelShape
-from common.state.pool.demand.measured import Curve
-from kernels.cost import expected
+from meshrl.common.hardware.profiles import Accelerator
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.kernels.cost import expected
 
 FRAGMENTED = 0.04  # share of the room for keys and values that is lost to blocks half full (Libra)
 WORKSPACE = 1e9  # bytes of a rank's activations (Libra)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.hardware.profiles import Accelerator
-from common.hardware.shapes import ModelShape
-from kernels.cost import expected
-from services.planner.costs.rollout import REDUCES, all_reduce_s, all_to_all_s
+from meshrl.common.hardware.profiles import Accelerator
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.kernels.cost import expected
+from meshrl.services.planner.costs.rollout import REDUCES, all_reduce_s, all_to_all_s
 
 OVERLAP, OVERLAP_PIPELINED = 0.3, 0.5  # of gradients' all-reduce behind the way back (Libra)
 STATES = 16  # bytes a parameter: 2 itself, 2 gradient, 12 master and moments (Rajbhandari 2020)

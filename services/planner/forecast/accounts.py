@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from common.state.pool.demand.measured import Measured, MeasuredWork
+from meshrl.common.state.pool.demand.measured import Measured, MeasuredWork
 
 # A window lasts so long at least: processes tell their counts with each renewal of their leases,
 # every 1.5 s, and not at the same moment.

@@ -14,13 +14,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from common.base.errors import ConfigError
-from common.hardware import profiles
-from common.job.pace import COLLECTIVES_SHARE, Pace, profile
-from common.state.pool.demand.measured import Curve
-from common.state.pool.demand.needs import PlannedJob
-from services.planner.costs.correction import Correction, CorrectionKey
-from services.planner.costs.rollout import TYPICAL, EngineGang
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware import profiles
+from meshrl.common.job.pace import COLLECTIVES_SHARE, Pace, profile
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.services.planner.costs.correction import Correction, CorrectionKey
+from meshrl.services.planner.costs.rollout import TYPICAL, EngineGang
 
 Which = tuple[str, int]  # the kind of accelerators, and the degree
 Curves = Mapping[Which, Curve]

@@ -18,8 +18,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from common.state.pool.demand.measured import LEVELS
-from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
+from meshrl.common.state.pool.demand.measured import LEVELS
+from meshrl.services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
 
 TRAJECTORIES = 800  # that are played in all, and
 STEPS = 9, 36  # the steps that they are, at least and at most

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from common.state.pool.demand.measured import Curve, Lengths
-from services.planner.forecast.accounts import Window
-from services.planner.forecast.degrees import weighted
-from services.planner.forecast.pipeline import played_s
-from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
+from meshrl.common.state.pool.demand.measured import Curve, Lengths
+from meshrl.services.planner.forecast.accounts import Window
+from meshrl.services.planner.forecast.degrees import weighted
+from meshrl.services.planner.forecast.pipeline import played_s
+from meshrl.services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms, share
 
 REACHED = 0.95  # share of a host's cores that its processes can keep busy together
 OFF = 0.1  # share of a step that the model is usually off by

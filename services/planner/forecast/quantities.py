@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.state.pool.demand.measured import Curve
+from meshrl.common.state.pool.demand.measured import Curve
 
 
 @dataclass(frozen=True, slots=True)

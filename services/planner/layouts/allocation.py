@@ -15,10 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from services.planner.costs.training import TrainingLayout
-from services.planner.layouts.nodes import LayoutNode, Pool, Supply, placed, supply, without
-from services.planner.layouts.search import CELLS, Furthest, GangSpan, States, largest_degrees
-from services.planner.layouts.serving import Served
+from meshrl.services.planner.costs.training import TrainingLayout
+from meshrl.services.planner.layouts.nodes import LayoutNode, Pool, Supply, placed, supply, without
+from meshrl.services.planner.layouts.search import (
+    CELLS,
+    Furthest,
+    GangSpan,
+    States,
+    largest_degrees,
+)
+from meshrl.services.planner.layouts.serving import Served
 
 TOLERANCE = 1e-4  # of the time; what is below is told apart by no measurement
 NEVER = 1e18  # seconds

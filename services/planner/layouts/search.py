@@ -20,8 +20,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from services.planner.layouts.nodes import Pool, Supply
-from services.planner.layouts.serving import Positions
+from meshrl.services.planner.layouts.nodes import Pool, Supply
+from meshrl.services.planner.layouts.serving import Positions
 
 _Index = tuple[int | slice, ...]
 CELLS = 600_000  # of tables at most: some 0.1 s together

@@ -3,9 +3,9 @@
 A gang needs as many decode steps as its slots, its room for keys and values, and its longest
 trajectory ask for, whichever is most; each step takes its base, or the arithmetic of its tokens if
 that is longer, and each token and its context what they add
-(`common.state.pool.demand.measured.Curve`). Who is in a tool keeps its slot, so that tools take
-theirs, too. Nothing takes less than the longest trajectory takes alone: its tokens one after the
-other, and its tools. A range never takes less than a part of it.
+(`meshrl.common.state.pool.demand.measured.Curve`). Who is in a tool keeps its slot, so that tools
+take theirs, too. Nothing takes less than the longest trajectory takes alone: its tokens one after
+the other, and its tools. A range never takes less than a part of it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from common.state.pool.demand.measured import Curve
-from services.planner.costs.rollout import SLOTS, EngineGang
-from services.planner.layouts.grouping import LengthGroup
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.services.planner.costs.rollout import SLOTS, EngineGang
+from meshrl.services.planner.layouts.grouping import LengthGroup
 
 Positions = NDArray[np.intp]  # [groups + 1]: where a range that begins at each group may end
 Seconds = NDArray[np.float64]

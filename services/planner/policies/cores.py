@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from common.hardware.profiles import declared, kind_of
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Why
-from common.state.pool.placing.fitting import room, takes
-from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Role, Tier
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated, Team
+from meshrl.common.hardware.profiles import declared, kind_of
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Why
+from meshrl.common.state.pool.placing.fitting import room, takes
+from meshrl.common.state.pool.store.documents import numbered
+from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated, Team
 
 NEVER = 100  # the cost of a worker that is not to be had
 DEAR = NEVER // 2  # of one whose gang has steps that are in no checkpoint

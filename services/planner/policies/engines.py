@@ -12,15 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Why
-from common.state.pool.placing.snapshot import Move
-from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Role
-from services.planner.policies.gathering import NEVER, GatheredWorkers, gather, helps, holds, idle
-from services.planner.policies.moves import way_back
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Why
+from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.store.documents import numbered
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.services.planner.policies.gathering import (
+    NEVER,
+    GatheredWorkers,
+    gather,
+    helps,
+    holds,
+    idle,
+)
+from meshrl.services.planner.policies.moves import way_back
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated
 
 HELPER, PINNED, OTHERS = 2, 5, 6  # what those cost who leave for a job's only engine
 SURPLUS, SPARE = 1, 2  # and for a shape: an engine of another degree, a helper too many

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from common.state.pool.demand.needs import Need
-from common.state.pool.placing.fitting import room, takes
-from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Role, Tier
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.placing.fitting import room, takes
+from meshrl.common.state.pool.store.documents import numbered
+from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated
 
 NEVER = 100  # the cost of a resident that does not leave for an engine
 

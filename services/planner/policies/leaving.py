@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import HostGone, Lose, Why
-from services.planner.admission.sharing import PoolDivision
-from services.planner.pool.draft import Draft
-from services.planner.pool.presence import Presence, gone_for
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import HostGone, Lose, Why
+from meshrl.services.planner.admission.sharing import PoolDivision
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.presence import Presence, gone_for
 
 
 def lose(draft: Draft, presence: Presence) -> None:

@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from common.hardware.profiles import kind_of
-from common.state.pool.demand.measured import MeasuredWork
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Why
-from common.state.pool.workers.rows import Apart, Tier
-from services.planner.costs.mixtures import Foretold, foretold, inputs_of
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated
+from meshrl.common.hardware.profiles import kind_of
+from meshrl.common.state.pool.demand.measured import MeasuredWork
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Why
+from meshrl.common.state.pool.workers.rows import Apart, Tier
+from meshrl.services.planner.costs.mixtures import Foretold, foretold, inputs_of
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated
 
 PAYS = 1.05  # times as fast as what is there, from which something else takes its place
 FIRST = 2  # steps of a core that are not counted: it warms up

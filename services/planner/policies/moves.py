@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import FinishMove, Why
-from common.state.pool.placing.snapshot import Move
-from common.state.pool.workers.rows import Doing, Role
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import FinishMove, Why
+from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.workers.rows import Doing, Role
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated
 
 
 def move(

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Admit, Why
-from common.state.pool.placing.fitting import room, sleeps
-from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Doing, Tier
-from services.planner.admission.sharing import PoolDivision, started
-from services.planner.pool.draft import Draft
-from services.planner.pool.team import Seated
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Admit, Why
+from meshrl.common.state.pool.placing.fitting import room, sleeps
+from meshrl.common.state.pool.store.documents import numbered
+from meshrl.common.state.pool.workers.rows import Doing, Tier
+from meshrl.services.planner.admission.sharing import PoolDivision, started
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.team import Seated
 
 
 def tell(draft: Draft, job: PlannedJob, division: PoolDivision) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Why
-from common.state.pool.placing.fitting import room, takes
-from common.state.pool.workers.rows import Role, Tier
-from services.planner.policies import engines
-from services.planner.policies.cores import place_core
-from services.planner.policies.gathering import helps
-from services.planner.pool.draft import Draft
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Why
+from meshrl.common.state.pool.placing.fitting import room, takes
+from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.services.planner.policies import engines
+from meshrl.services.planner.policies.cores import place_core
+from meshrl.services.planner.policies.gathering import helps
+from meshrl.services.planner.pool.draft import Draft
 
 
 def give_back(draft: Draft, job: PlannedJob, share: int, rule: str, wakes: Set[str]) -> None:

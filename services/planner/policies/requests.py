@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Decline, Why
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.workers.names import service
-from common.state.pool.workers.rows import Role
-from services.planner.admission.sharing import PoolDivision
-from services.planner.admission.takers import Takers
-from services.planner.policies import engines
-from services.planner.policies.moves import move
-from services.planner.pool.draft import Draft
-from services.planner.pool.presence import Presence
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Decline, Why
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.names import service
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.services.planner.admission.sharing import PoolDivision
+from meshrl.services.planner.admission.takers import Takers
+from meshrl.services.planner.policies import engines
+from meshrl.services.planner.policies.moves import move
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.presence import Presence
 
 ROLES = (Role.ROLLOUT, Role.TRAINING, Role.IDLE)  # roles that a worker may be given by hand
 

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Serve, Why
-from common.state.pool.placing.snapshot import LEFT
-from common.state.pool.workers.names import sandbox, service, shard
-from services.planner.admission.sharing import PoolDivision, started
-from services.planner.admission.takers import Takers
-from services.planner.pool.draft import Draft
-from services.planner.pool.presence import Presence, gone_for
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Serve, Why
+from meshrl.common.state.pool.placing.snapshot import LEFT
+from meshrl.common.state.pool.workers.names import sandbox, service, shard
+from meshrl.services.planner.admission.sharing import PoolDivision, started
+from meshrl.services.planner.admission.takers import Takers
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.presence import Presence, gone_for
 
 
 def serve(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove, Why
-from common.state.pool.placing.snapshot import Move, Snapshot
-from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
-from services.planner.pool.team import Seated, Team
+from meshrl.common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove, Why
+from meshrl.common.state.pool.placing.snapshot import Move, Snapshot
+from meshrl.common.state.pool.store.documents import numbered
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
+from meshrl.services.planner.pool.team import Seated, Team
 
 
 class Draft:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.state.pool.placing.snapshot import LEFT, Snapshot
-from common.state.pool.store.documents import numbered
-from common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.pool.placing.snapshot import LEFT, Snapshot
+from meshrl.common.state.pool.store.documents import numbered
+from meshrl.common.state.pool.workers.rows import WorkerRow
 
 
 @dataclass(frozen=True, slots=True)

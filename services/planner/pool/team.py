@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from common.state.pool.workers.rows import Resident, Role, Tier
+from meshrl.common.state.pool.workers.rows import Resident, Role, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgpack
 
-from common.base.errors import DeadlineExceeded, MeshError, PeerLost
-from common.environment.framing import frames, packed
-from common.mesh.process.handle import Child
-from common.mesh.runtime.mesh import Mesh
-from services.rollout.environments.process import (
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost
+from meshrl.common.environment.framing import frames, packed
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.rollout.environments.process import (
     EnvironmentChild,
     EnvironmentHung,
     EnvironmentLost,

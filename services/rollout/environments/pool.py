@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from services.rollout.environments.episodes import EpisodeProcess
-from services.rollout.environments.process import (
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.rollout.environments.episodes import EpisodeProcess
+from meshrl.services.rollout.environments.process import (
     EnvironmentHung,
     EnvironmentLost,
     EnvironmentProcess,
 )
-from services.rollout.trajectories.failures import Failures, TrajectoryFailed
+from meshrl.services.rollout.trajectories.failures import Failures, TrajectoryFailed
 
 BOOT = Path(__file__).parents[2] / "environment" / "verifying" / "boot.py"
 HANGS = 2  # times that an operation must hang alone, in a process that nobody stopped
@@ -34,7 +34,7 @@ def command(job: JobData) -> list[str]:
         argv = [config.python, "-I", str(BOOT), "--taskset", config.verifiers, *places]
         argv += ["--options", json.dumps(config.verifiers_options)]
         return [*argv, *chat_arguments(job)]
-    argv = [sys.executable, "-m", "services.environment", "--use", config.use, *places]
+    argv = [sys.executable, "-m", "meshrl.services.environment", "--use", config.use, *places]
     argv += ["--prompt", job.config.dataset.prompt, "--threads", str(config.threads)]
     argv += ["--special-tokens", config.special_tokens]
     argv += ["--ends", json.dumps(job.config.rollout.stop)]

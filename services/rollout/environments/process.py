@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from common.base.errors import (
+from meshrl.common.base.errors import (
     BadMessage,
     ConfigError,
     DeadlineExceeded,
@@ -18,15 +18,15 @@ from common.base.errors import (
     PeerLost,
     ToolFailed,
 )
-from common.base.host.settings import WITHOUT_SETTINGS
-from common.environment.framing import frames, packed
-from common.mesh.process.ends.failure import end_of
-from common.mesh.process.handle import Child
-from common.mesh.process.starting import Spawning
-from common.mesh.process.supervision.ended import EndReport, Reports
-from common.mesh.runtime.calls.batcher import Batcher
-from common.mesh.runtime.mesh import Mesh
-from services.rollout.trajectories.failures import TrajectoryFailed
+from meshrl.common.base.host.settings import WITHOUT_SETTINGS
+from meshrl.common.environment.framing import frames, packed
+from meshrl.common.mesh.process.ends.failure import end_of
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.mesh.runtime.calls.batcher import Batcher
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
 
 Operation = tuple[int, str, Any]  # trajectory, operation, argument
 START_S = 60.0  # importing the author's modules may take its time

@@ -8,18 +8,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.api.transfer.bulk import GROUPS
-from common.api.weights import Group
-from common.base.encoding.blob import pack
-from common.base.experts import laid_out
-from common.base.lineages import NATIVE
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import groups as rows
-from common.weights.bulk.port import BulkClient
-from common.weights.store.weight_store import put
-from services.rollout.rewards.scoring import beside
-from services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.common.api.transfer.bulk import GROUPS
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding.blob import pack
+from meshrl.common.base.experts import laid_out
+from meshrl.common.base.lineages import NATIVE
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import groups as rows
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.store.weight_store import put
+from meshrl.services.rollout.rewards.scoring import beside
+from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
 
 
 def finished_group(

@@ -15,15 +15,15 @@ from typing import Protocol
 
 import numpy as np
 
-from common.api.engine import Finish, Tokens
-from common.base.encoding.messages import Array
-from common.base.errors import BadMessage
-from common.base.experts import laid_out
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.telemetry.stopwatch import UNTIMED
-from common.records.token_record import TokenRows, some
-from services.rollout.record.staging import NOBODY, OpenRequest, Staging
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.api.engine import Finish, Tokens
+from meshrl.common.base.encoding.messages import Array
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.experts import laid_out
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.telemetry.stopwatch import UNTIMED
+from meshrl.common.records.token_record import TokenRows, some
+from meshrl.services.rollout.record.staging import NOBODY, OpenRequest, Staging
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 WINDOW_S = 0.01  # half of what an engine gathers before it flushes; the first flush waits for none
 BACKLOG_TOKENS = 1 << 20  # more than these are not taken in while the disk is full

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from common.base.errors import Damaged, StorageFull
-from common.base.files import damage
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.records.ledger import (
+from meshrl.common.base.errors import Damaged, StorageFull
+from meshrl.common.base.files import damage
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.records.ledger import (
     HEADER,
     MAX_RECORD,
     Kind,
@@ -28,11 +28,11 @@ from common.records.ledger import (
     scan,
     segments,
 )
-from common.records.token_record import MEMBER_BITS, TokenRows, in_parts, some
-from common.state import events
-from common.state import groups as rows
-from common.state.pool.workers.names import service
-from services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.common.records.token_record import MEMBER_BITS, TokenRows, in_parts, some
+from meshrl.common.state import events
+from meshrl.common.state import groups as rows
+from meshrl.common.state.pool.workers.names import service
+from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
 
 SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
 FULL_RETRY_S = 0.5

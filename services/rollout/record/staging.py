@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from common.base.errors import Overloaded
-from common.base.experts import NO_EXPERTS, UNKNOWN
-from common.records.token_record import TokenRows, some
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.base.errors import Overloaded
+from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN
+from meshrl.common.records.token_record import TokenRows, some
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 ROW_BITS = 20  # low bits of a request's number: its row; above them, earlier uses of the row
 ROW_TOKENS = 128  # a row is moved once in so many tokens

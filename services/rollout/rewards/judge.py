@@ -9,13 +9,13 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, Protocol
 
-from common.base.errors import ToolFailed
-from common.grading.answers import answer_of
-from common.job.bundle.job_data import JobData
-from common.job.config import JudgeConfig
-from common.mesh.runtime.mesh import Mesh
-from common.model.chat.chat import ANYWHERE
-from services.rollout.rewards.scoring import Scorer
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.grading.answers import answer_of
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JudgeConfig
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.chat.chat import ANYWHERE
+from meshrl.services.rollout.rewards.scoring import Scorer
 
 if TYPE_CHECKING:
     import aiohttp

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from common.api.sandbox import (
+from meshrl.common.api.sandbox import (
     BAD_VALUE,
     CRASHED,
     OK,
@@ -29,15 +29,15 @@ from common.api.sandbox import (
     Sandbox,
     ToolCall,
 )
-from common.base.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
-from common.job import builtin
-from common.job.bundle import bundle_files, loading
-from common.job.bundle.job_data import MODULES, JobData
-from common.mesh.runtime.calls.batcher import Batcher
-from common.mesh.runtime.mesh import Mesh
-from common.state import registry
-from common.state.pool.workers.names import sandbox, service
-from services.rollout.trajectories.failures import REWARD, Failures, TrajectoryFailed
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, NotFound, Overloaded, ToolFailed
+from meshrl.common.job import builtin
+from meshrl.common.job.bundle import bundle_files, loading
+from meshrl.common.job.bundle.job_data import MODULES, JobData
+from meshrl.common.mesh.runtime.calls.batcher import Batcher
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import registry
+from meshrl.common.state.pool.workers.names import sandbox, service
+from meshrl.services.rollout.trajectories.failures import REWARD, Failures, TrajectoryFailed
 
 Q = TypeVar("Q")
 Answered = tuple[str, Any, Any]  # a tool, its input, its value

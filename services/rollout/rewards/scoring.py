@@ -8,14 +8,14 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.calls.interface import Call
-from common.api.scoring import JudgeBatch, ScoreBatch, Scoring, scoring_name
-from common.base.errors import MeshError, RemoteFailure, ToolFailed
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.calls.batcher import Batcher
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.scoring import JudgeBatch, ScoreBatch, Scoring, scoring_name
+from meshrl.common.base.errors import MeshError, RemoteFailure, ToolFailed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.calls.batcher import Batcher
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 Q = TypeVar("Q")
 R = TypeVar("R")

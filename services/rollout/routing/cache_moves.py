@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from common.api.stats import EngineStats
+from meshrl.common.api.stats import EngineStats
 
 STEP_TOKENS = 512  # that an engine computes in one step, before which nothing else can come
 ENOUGH = 3  # moves before they count: the first one opens the connection

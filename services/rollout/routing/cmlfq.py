@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.rollout.routing.degree_buckets import MeasuredEngine, buckets_of
-from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
-from services.rollout.routing.queues import BucketDecision, LengthBucket, decide
-from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
+from meshrl.services.rollout.routing.degree_buckets import MeasuredEngine, buckets_of
+from meshrl.services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
+from meshrl.services.rollout.routing.queues import BucketDecision, LengthBucket, decide
+from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 
 
 @dataclass(slots=True)

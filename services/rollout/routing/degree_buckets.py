@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from services.rollout.routing.queues import LengthBucket
+from meshrl.services.rollout.routing.queues import LengthBucket
 
 LEAST_PAST = 16  # trajectories whose lengths say something
 LEAST_TOKENS = 512  # of an engine, before its rate is believed

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.api.engine import (
+from meshrl.common.api.engine import (
     Abort,
     Attach,
     CacheMove,
@@ -20,21 +20,21 @@ from common.api.engine import (
     Sampling,
     Submit,
 )
-from common.api.stats import EngineStats
-from common.base.errors import MeshError, Refused
-from common.mesh.runtime.calls.batcher import Batcher
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.ref import Ref
-from common.state.registry import Entry
-from services.rollout.record.group_commit import GroupCommit
-from services.rollout.record.staging import OpenRequest
-from services.rollout.routing import balance
-from services.rollout.routing.cache_moves import MoveCosts
-from services.rollout.routing.queues import EngineLoad
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.api.stats import EngineStats
+from meshrl.common.base.errors import MeshError, Refused
+from meshrl.common.mesh.runtime.calls.batcher import Batcher
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.ref import Ref
+from meshrl.common.state.registry import Entry
+from meshrl.services.rollout.record.group_commit import GroupCommit
+from meshrl.services.rollout.record.staging import OpenRequest
+from meshrl.services.rollout.routing import balance
+from meshrl.services.rollout.routing.cache_moves import MoveCosts
+from meshrl.services.rollout.routing.queues import EngineLoad
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from services.rollout.routing.stay import Stay
+    from meshrl.services.rollout.routing.stay import Stay
 
 NO_VERSION = -1  # the version of an engine that may serve nobody now
 REST_S = 0.5  # an engine that failed a turn gets no other for so long: it may be draining

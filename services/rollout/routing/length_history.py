@@ -11,12 +11,12 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from common.base.errors import StorageFull
-from common.base.files.append_file import AppendFile
-from common.base.files.damage import set_aside
-from common.base.files.lines import line, row_of
-from common.mesh.process.host import Host
-from services.rollout.routing.lengths import HISTORY, Past
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.files.damage import set_aside
+from meshrl.common.base.files.lines import line, row_of
+from meshrl.common.mesh.process.host import Host
+from meshrl.services.rollout.routing.lengths import HISTORY, Past
 
 NAME = "lengths.jsonl"
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from services.rollout.routing.lengths import Estimate
+from meshrl.services.rollout.routing.lengths import Estimate
 
 
 @dataclass(frozen=True, slots=True)

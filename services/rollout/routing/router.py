@@ -13,18 +13,18 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
-from common.api.engine import Sampling
-from common.api.stats import RoutingStats
-from common.base.errors import MeshError
-from common.base.occupancy import Occupancy
-from common.mesh.runtime.mesh import Mesh
-from services.rollout.record.group_commit import GroupCommit
-from services.rollout.routing import balance
-from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.degree_buckets import MeasuredEngine
-from services.rollout.routing.engine_link import NO_VERSION, EngineLink, SeenEngine
-from services.rollout.routing.lengths import LengthTrees
-from services.rollout.routing.queues import (
+from meshrl.common.api.engine import Sampling
+from meshrl.common.api.stats import RoutingStats
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.occupancy import Occupancy
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.rollout.record.group_commit import GroupCommit
+from meshrl.services.rollout.routing import balance
+from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing.degree_buckets import MeasuredEngine
+from meshrl.services.rollout.routing.engine_link import NO_VERSION, EngineLink, SeenEngine
+from meshrl.services.rollout.routing.lengths import LengthTrees
+from meshrl.services.rollout.routing.queues import (
     EngineLoad,
     LengthBucket,
     QueuedRequest,
@@ -33,8 +33,8 @@ from services.rollout.routing.queues import (
     place,
     served,
 )
-from services.rollout.routing.stay import Stay
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.rollout.routing.stay import Stay
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
 LOOK_AHEAD = 64  # requests that may overtake the queue's head when an engine holds their cache

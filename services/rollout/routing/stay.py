@@ -14,15 +14,15 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from common.api.engine import Finish
-from common.base.errors import MeshError, ToolFailed
-from services.rollout.record.staging import OpenRequest
-from services.rollout.routing.cmlfq import Course
-from services.rollout.routing.engine_link import EngineLink
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import MeshError, ToolFailed
+from meshrl.services.rollout.record.staging import OpenRequest
+from meshrl.services.rollout.routing.cmlfq import Course
+from meshrl.services.rollout.routing.engine_link import EngineLink
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from services.rollout.routing.router import Router
+    from meshrl.services.rollout.routing.router import Router
 
 ATTEMPTS = 5  # engines in a row may take a request and fail it without one new token;
 PATIENCE_S = 120.0  # longest time that engines may refuse it: they drain and move all the time

@@ -1,4 +1,5 @@
-"""`python -m services.rollout.talking`: a person at a terminal, and a model with its tools."""
+"""`python -m meshrl.services.rollout.talking`: a person at a terminal, and a model with its
+tools."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ import argparse
 import sys
 from typing import Any
 
-from common.base.errors import MeshError, NotFound, ToolFailed
-from common.mesh.process.host import SystemHost
-from services.rollout.talking.console import ChatConsole, job_of, parser_of, run, seed_of
-from services.rollout.talking.partner import Partner
+from meshrl.common.base.errors import MeshError, NotFound, ToolFailed
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.talking.console import ChatConsole, job_of, parser_of, run, seed_of
+from meshrl.services.rollout.talking.partner import Partner
 
 
 async def main(a: argparse.Namespace) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, MeshError
-from common.base.host.terminal import behind, guarded_output, print_traceback, visible
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.mesh.process.host import SystemHost
-from services.rollout.talking.partner import Played
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.base.host.terminal import behind, guarded_output, print_traceback, visible
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.talking.partner import Played
 
 INTERRUPTED = 130
 THINKING_S = 7 * 86_400.0  # that a person may take for what they say

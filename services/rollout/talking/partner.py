@@ -14,8 +14,8 @@ from typing import Any
 import msgpack
 import torch
 
-from common.api.engine import Finish
-from common.api.sandbox import (
+from meshrl.common.api.engine import Finish
+from meshrl.common.api.sandbox import (
     OK,
     CallOutcome,
     Loaded,
@@ -25,26 +25,26 @@ from common.api.sandbox import (
     RunTools,
     ToolCall,
 )
-from common.base.encoding.messages import decode, encode
-from common.base.errors import MeshError, Refused, ToolFailed, from_wire
-from common.generation.builtin.build import TorchEngine, build
-from common.generation.contract import Request
-from common.job.builtin import PERSON
-from common.job.bundle.job_data import JobData
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
-from common.mesh.process.starting import Spawning
-from common.model.files.rows import load_model
-from common.model.tokens.tokenizer import Tokenizer, with_tokenizer
-from services.rollout.environments.pool import command
-from services.rollout.environments.process import START_S, answer_of, dismissed, message_of
-from services.rollout.rewards.sandboxes import KEPT, load_request
-from services.rollout.trajectories.trajectory import Trajectory
-from services.rollout.trajectories.transcript import Transcript, stop_ids, tool_turn
-from services.rollout.trajectories.turns import TurnPlayer
+from meshrl.common.base.encoding.messages import decode, encode
+from meshrl.common.base.errors import MeshError, Refused, ToolFailed, from_wire
+from meshrl.common.generation.builtin.build import TorchEngine, build
+from meshrl.common.generation.contract import Request
+from meshrl.common.job.builtin import PERSON
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.tokens.tokenizer import Tokenizer, with_tokenizer
+from meshrl.services.rollout.environments.pool import command
+from meshrl.services.rollout.environments.process import START_S, answer_of, dismissed, message_of
+from meshrl.services.rollout.rewards.sandboxes import KEPT, load_request
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.rollout.trajectories.transcript import Transcript, stop_ids, tool_turn
+from meshrl.services.rollout.trajectories.turns import TurnPlayer
 
 CONVERSATION = 4096  # tokens of a conversation, where the model has positions for so many
-CONVERSE = "services.environment.person:conversation"
+CONVERSE = "meshrl.services.environment.person:conversation"
 LOAD_S = 120.0  # for the sandbox to import the job's modules
 
 Hear = Callable[[], Awaitable[str | None]]  # what the person says; None: nothing more
@@ -220,7 +220,7 @@ class Partner:
 
     async def _sandboxed(self, method: str, request: Any, deadline_s: float) -> CallOutcome:
         if self._sandbox is None:
-            argv = [sys.executable, "-m", "services.sandbox.alone"]
+            argv = [sys.executable, "-m", "meshrl.services.sandbox.alone"]
             log = self.scratch / "sandbox.log"
             self._sandbox = self.host.spawn(argv, name="sandbox", log=log, how=Spawning(pipe=True))
             decode(Loaded, await self._asked("load", load_request(self.job), LOAD_S))

@@ -1,5 +1,5 @@
-"""`python -m services.rollout.talking.sampling`: trajectories of prompts and rows from standard
-input, in the job's environment, with reward and tokens. Nobody is asked anything.
+"""`python -m meshrl.services.rollout.talking.sampling`: trajectories of prompts and rows from
+standard input, in the job's environment, with reward and tokens. Nobody is asked anything.
 
 A line of the input is `{"prompt": TEXT}` or `{"row": {...}}`, a whole row.
 """
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from common.base.errors import ToolFailed
-from common.job.bundle.job_data import JobData
-from common.mesh.process.host import SystemHost
-from services.rollout.talking.console import ChatConsole, job_of, parser_of, run, seed_of
-from services.rollout.talking.partner import Partner, Played
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.talking.console import ChatConsole, job_of, parser_of, run, seed_of
+from meshrl.services.rollout.talking.partner import Partner, Played
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from common.base.errors import MeshError, ToolFailed
-from common.job.bundle.authored import place_in, without_place
-from common.mesh.runtime.mesh import Mesh
-from common.state import events
+from meshrl.common.base.errors import MeshError, ToolFailed
+from meshrl.common.job.bundle.authored import place_in, without_place
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import events
 
 TELL_S = 5.0  # between two events of one kind, the first apart
 PLACES = 64  # kinds and places that are told apart; further ones count for their kind alone

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from common.base.experts import NO_EXPERTS, UNKNOWN
-from common.mesh.telemetry.stopwatch import UNTIMED, Untimed
-from common.records.ledger import Kind, Record, group_of, trajectory_id
-from common.records.token_record import some
+from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN
+from meshrl.common.mesh.telemetry.stopwatch import UNTIMED, Untimed
+from meshrl.common.records.ledger import Kind, Record, group_of, trajectory_id
+from meshrl.common.records.token_record import some
 
 NOT_SAMPLED = -1  # weight version of a token that the model did not sample
 FIRST_TOKENS = 64  # room that a buffer begins with
@@ -74,7 +74,7 @@ class TokenBuffer:
 
     @property
     def experts(self) -> ExpertIds:
-        """int16 [length, layers x k] as `common.base.experts` has them; NO_EXPERTS if none
+        """int16 [length, layers x k] as `meshrl.common.base.experts` has them; NO_EXPERTS if none
         came."""
         self._settle()
         return self._experts[: self._length]

@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.model.tokens.tokenizer import Tokenizer
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 CUT_SHORT = ("length", "turns")  # why trajectories end that their environment has not ended
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from common.api.engine import Finish
-from services.rollout.trajectories.failures import TrajectoryFailed
-from services.rollout.trajectories.trajectory import Trajectory, Turn
+from meshrl.common.api.engine import Finish
+from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
+from meshrl.services.rollout.trajectories.trajectory import Trajectory, Turn
 
 CALLS = 1024  # most tool calls in a turn: an environment that asks for more does not end
 

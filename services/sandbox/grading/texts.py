@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from common.grading import choices, golds
-from common.grading.answers import NAMES_REASONING, answer_of
+from meshrl.common.grading import choices, golds
+from meshrl.common.grading.answers import NAMES_REASONING, answer_of
 
 
 def exact(row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]) -> float:

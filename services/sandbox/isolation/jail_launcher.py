@@ -13,24 +13,24 @@ from typing import Any
 
 import psutil
 
-from common.base.clock import Clock
-from common.base.errors import MeshError, PeerLost
-from common.mesh.process.ends import limits as host_limits
-from common.mesh.process.host import Host
-from common.mesh.process.starting import Spawning
-from common.mesh.runtime.calls.waits import WaitTable
-from services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
-from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
-from services.sandbox.isolation.outer_jail import outer
-from services.sandbox.isolation.outer_jail.interpreters import JAIL, Interpreter
-from services.sandbox.isolation.resources import users
-from services.sandbox.isolation.resources.cgroups import Homes
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.places import JailPlace, JailPlaces
-from services.sandbox.isolation.runners import leftovers, spawner
-from services.sandbox.outcomes import KILLED, Ends
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError, PeerLost
+from meshrl.common.mesh.process.ends import limits as host_limits
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.services.sandbox.isolation.jails.jail import DRAIN_S, Jail, JailFailed, Ran
+from meshrl.services.sandbox.isolation.jails.pipes import JailOutput, Pipe
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.zygotes import Zygote, ZygoteSilent
+from meshrl.services.sandbox.isolation.outer_jail import outer
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import JAIL, Interpreter
+from meshrl.services.sandbox.isolation.resources import users
+from meshrl.services.sandbox.isolation.resources.cgroups import Homes
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.places import JailPlace, JailPlaces
+from meshrl.services.sandbox.isolation.runners import leftovers, spawner
+from meshrl.services.sandbox.outcomes import KILLED, Ends
 
 WARM_S = 60.0  # for a zygote's start, on a busy host
 SEND_S = 30.0

@@ -1,7 +1,7 @@
 """Detects, by trying, which tier of isolation this host can give to code that the model wrote.
 
-`python -m services.sandbox.isolation.tiers [JSON]` prints what it found as JSON, for the command
-line.
+`python -m meshrl.services.sandbox.isolation.tiers [JSON]` prints what it found as JSON, for the
+command line.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.api.sandbox import JailSettings
-from common.base.clock import Clock, SystemClock
-from common.base.errors import MeshError
-from common.job.isolation.isolation import MEANING
-from common.job.isolation.runners import Runner
-from common.mesh.process import container
-from common.mesh.process.host import Host, SystemHost
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.jail.confinement import calls, landlock
+from meshrl.common.api.sandbox import JailSettings
+from meshrl.common.base.clock import Clock, SystemClock
+from meshrl.common.base.errors import MeshError
+from meshrl.common.job.isolation.isolation import MEANING
+from meshrl.common.job.isolation.runners import Runner
+from meshrl.common.mesh.process import container
+from meshrl.common.mesh.process.host import Host, SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.jail.confinement import calls, landlock
 
 PROBE = JailLimits(wall_s=20.0, cpu_s=20.0)
 WORD = "in a jail"

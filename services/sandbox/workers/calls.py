@@ -8,10 +8,10 @@ from typing import Any
 
 import msgpack
 
-from common.base.errors import BadMessage
-from common.mesh.process.entry.child import FRAME_LIMIT
-from services.sandbox.outcomes import Answer
-from services.sandbox.workers.worker import shown_name
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.mesh.process.entry.child import FRAME_LIMIT
+from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.workers.worker import shown_name
 
 FRAME_BYTES = FRAME_LIMIT - (64 << 10)  # for the arguments of a slice; the rest is names and ids
 RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}

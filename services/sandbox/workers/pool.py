@@ -10,15 +10,15 @@ from pathlib import Path
 
 import msgpack
 
-from common.api.sandbox import BAD_VALUE, CRASHED, POSTPONED, RAISED, TIMEOUT
-from common.base.clock import Clock
-from common.base.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, PeerLost
-from common.job.bundle.authored import placed
-from common.mesh.process.handle import Child, Usage
-from common.mesh.process.host import Host
-from common.mesh.runtime.calls.waits import WaitTable
-from services.sandbox.outcomes import KILLED, Answer, Ends
-from services.sandbox.workers.calls import (
+from meshrl.common.api.sandbox import BAD_VALUE, CRASHED, POSTPONED, RAISED, TIMEOUT
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, MeshError, Overloaded, PeerLost
+from meshrl.common.job.bundle.authored import placed
+from meshrl.common.mesh.process.handle import Child, Usage
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.services.sandbox.outcomes import KILLED, Answer, Ends
+from meshrl.services.sandbox.workers.calls import (
     FRAME_BYTES,
     PoolCall,
     PoolFunctions,
@@ -27,9 +27,9 @@ from services.sandbox.workers.calls import (
     packed_arguments,
     unpacked_answer,
 )
-from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
-from services.sandbox.workers.starting import ENDING_S, WorkerStarter
-from services.sandbox.workers.worker import shown_name
+from meshrl.services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
+from meshrl.services.sandbox.workers.starting import ENDING_S, WorkerStarter
+from meshrl.services.sandbox.workers.worker import shown_name
 
 BASELINE_S = 0.05  # into a call its CPU time is first read: most have ended by then
 RECHECK_S = 0.02  # the least between two looks at a call that is nearly over its deadline

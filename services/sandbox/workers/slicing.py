@@ -4,7 +4,7 @@ overdue.
 
 from __future__ import annotations
 
-from common.mesh.process.handle import Usage
+from meshrl.common.mesh.process.handle import Usage
 
 SLICE_S = 0.002  # work at once: long against a frame's cost, short against anyone's patience
 LONGEST_SLICE = 64  # calls; bounds what a crash sends back to the queue

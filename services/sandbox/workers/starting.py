@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgpack
 
-from common.base.clock import Clock
-from common.base.errors import (
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
     BadMessage,
     DeadlineExceeded,
     MeshError,
@@ -18,13 +18,13 @@ from common.base.errors import (
     Refused,
     ToolFailed,
 )
-from common.base.host.settings import WITHOUT_SETTINGS
-from common.mesh.process.ends import limits as host_limits
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
-from common.mesh.process.starting import Spawning
-from services.sandbox.workers.calls import PoolFunctions, PoolLimits, unpacked_answer
-from services.sandbox.workers.worker import FORKED, LOADED, OK, OUT_OF_MEMORY
+from meshrl.common.base.host.settings import WITHOUT_SETTINGS
+from meshrl.common.mesh.process.ends import limits as host_limits
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.services.sandbox.workers.calls import PoolFunctions, PoolLimits, unpacked_answer
+from meshrl.services.sandbox.workers.worker import FORKED, LOADED, OK, OUT_OF_MEMORY
 
 LOAD_S = 30.0  # for the import of the job's modules
 ENDING_S = 2.0  # for a killed process to be gone
@@ -84,7 +84,7 @@ class WorkerStarter:
     async def _started(self) -> Child:
         nice, rlimits = self._limits.nice, self._limits.rlimits
         child = self._host.spawn(
-            [sys.executable, "-m", "services.sandbox.workers.worker"],
+            [sys.executable, "-m", "meshrl.services.sandbox.workers.worker"],
             name=f"sandbox worker of {self._job}",
             env=ENVIRONMENT | WITHOUT_SETTINGS,
             log=self._log,

@@ -21,10 +21,14 @@ from typing import Any
 
 import msgpack
 
-from common.job.bundle.authored import beginning_of, place_of, placed
-from common.mesh.process.entry.child import ChildChannel
+from meshrl.common.job.bundle.authored import beginning_of, place_of, placed
+from meshrl.common.mesh.process.entry.child import ChildChannel
 
-OK, BAD_VALUE, RAISED = "ok", "bad_value", "raised"  # as in common.api.sandbox, which imports numpy
+OK, BAD_VALUE, RAISED = (
+    "ok",
+    "bad_value",
+    "raised",
+)  # as in meshrl.common.api.sandbox, which imports numpy
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
 TOOL = "tool:"  # before a tool's name
 MCP = "mcp:"
@@ -59,7 +63,7 @@ def served_tool(
     use: str, servers: dict[str, list[str]], directory: str, running: dict[str, Any]
 ) -> Callable[[Any], Any]:
     """The function that calls `mcp:server/tool`."""
-    from common.environment.mcp_client import McpServer  # hardly ever needed
+    from meshrl.common.environment.mcp_client import McpServer  # hardly ever needed
 
     name, _, tool = use.removeprefix(MCP).partition("/")
     if name not in running:
@@ -156,7 +160,7 @@ def described(error: BaseException, directory: str) -> str:
     """Type, text, and the line of the job's code that raised."""
     text = shown_error(error)
     if isinstance(error, OSError | MemoryError | RuntimeError):
-        from common.mesh.process.ends import limits  # hardly ever needed
+        from meshrl.common.mesh.process.ends import limits  # hardly ever needed
 
         if limit := limits.hit(error):
             text = f"{text}. {limit}"
@@ -186,7 +190,13 @@ def main() -> None:
         functions = load(directory, *what)
         if closed:
             # What is not closed starts sooner without them.
-            from services.sandbox.jail.confinement import allowed, calls, kernel, landlock, seccomp
+            from meshrl.services.sandbox.jail.confinement import (
+                allowed,
+                calls,
+                kernel,
+                landlock,
+                seccomp,
+            )
 
             kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
             if landlock.abi() >= landlock.LEAST:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common.base.errors import ConfigError
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms import (
     cispo,
     dapo,
     distill,
@@ -16,7 +16,7 @@ from services.trainer.algorithms import (
     rloo,
     sft,
 )
-from services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.algorithms.hooks import Algorithm
 
 MODULES = (grpo, dr_grpo, dapo, rloo, reinforce_pp, gspo, cispo, ppo, sft, distill)
 ALGORITHMS: dict[str, Algorithm] = {

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import normalised
-from services.trainer.losses.surrogate import Clips, ratios
-from services.trainer.losses.terms import LossTerms
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.losses.group_advantages import normalised
+from meshrl.services.trainer.losses.surrogate import Clips, ratios
+from meshrl.services.trainer.losses.terms import LossTerms
 
 CLIPS = Clips(1.0, 0.28)
 

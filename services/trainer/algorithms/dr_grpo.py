@@ -7,8 +7,8 @@ trajectory's length, so that long failures are not favoured.
 
 from __future__ import annotations
 
-from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import centred
-from services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.losses.group_advantages import centred
+from meshrl.services.trainer.losses.surrogate import PPO, surrogate
 
 ALGORITHM = Algorithm(centred, surrogate(PPO), aggregation="constant")

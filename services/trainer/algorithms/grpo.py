@@ -9,9 +9,9 @@ loss is averaged over all tokens of a step and clipped higher above than below, 
 
 from __future__ import annotations
 
-from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import normalised
-from services.trainer.losses.surrogate import Clips, surrogate
+from meshrl.services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.losses.group_advantages import normalised
+from meshrl.services.trainer.losses.surrogate import Clips, surrogate
 
 CLIPS = Clips(0.2, 0.28, dual=3.0)
 

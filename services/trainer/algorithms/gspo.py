@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import normalised
-from services.trainer.losses.surrogate import Clips, clipped, old_logprobs
-from services.trainer.losses.terms import LossTerms, ratio_of
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.losses.group_advantages import normalised
+from meshrl.services.trainer.losses.surrogate import Clips, clipped, old_logprobs
+from meshrl.services.trainer.losses.terms import LossTerms, ratio_of
 
 CLIPS = Clips(3e-4, 4e-4)
 

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig
-from services.trainer.losses.terms import LossTerms
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.losses.terms import LossTerms
 
 if TYPE_CHECKING:
-    from services.trainer.bins.packing import Sequence
+    from meshrl.services.trainer.bins.packing import Sequence
 
 # Rewards of a group's scored members, in float64, to one advantage for each; None: the group has
 # nothing to teach, and is filtered.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.algorithms.reinforce_pp import advantages
-from services.trainer.bins.packing import Sequence
-from services.trainer.losses.returns import gae, own_tokens, set_normalised, token_rewards
-from services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.algorithms.reinforce_pp import advantages
+from meshrl.services.trainer.bins.packing import Sequence
+from meshrl.services.trainer.losses.returns import gae, own_tokens, set_normalised, token_rewards
+from meshrl.services.trainer.losses.surrogate import PPO, surrogate
 
 
 def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:

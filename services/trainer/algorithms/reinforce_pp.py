@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.bins.packing import Sequence
-from services.trainer.losses.returns import discounted, set_normalised, token_rewards
-from services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.bins.packing import Sequence
+from meshrl.services.trainer.losses.returns import discounted, set_normalised, token_rewards
+from meshrl.services.trainer.losses.surrogate import PPO, surrogate
 
 
 def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.hooks import Algorithm
-from services.trainer.losses.group_advantages import silent
-from services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms.hooks import Algorithm
+from meshrl.services.trainer.losses.group_advantages import silent
+from meshrl.services.trainer.losses.surrogate import PPO, surrogate
 
 
 def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:

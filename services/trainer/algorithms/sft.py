@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms.hooks import Algorithm, advantage_of_one
-from services.trainer.losses.terms import LossTerms
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms.hooks import Algorithm, advantage_of_one
+from meshrl.services.trainer.losses.terms import LossTerms
 
 
 def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from common.job.config import JobConfig
-from services.trainer.algorithms import algorithm
-from services.trainer.bins.packing import Sequence
+from meshrl.common.job.config import JobConfig
+from meshrl.services.trainer.algorithms import algorithm
+from meshrl.services.trainer.bins.packing import Sequence
 
 NAMES = ("tokens", "sequences", "constant")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from common.base.errors import Refused
+from meshrl.common.base.errors import Refused
 
 
 class GradientSum:

@@ -16,22 +16,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.base.errors import ConfigError
-from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.network.decoder import Decoder
-from common.weights.layout.images import load_tensor
-from common.weights.layout.laying import Part
-from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic import cut_rows
-from services.trainer.arithmetic.objective import objective
-from services.trainer.arithmetic.optimizers import Optimizer
-from services.trainer.arithmetic.stats import BinStats, describe, describe_values
-from services.trainer.bins.packing import Bin
-from services.trainer.losses.terms import LossTerms
-from services.trainer.models import critic, lora
-from services.trainer.models.forward import Outputs, forward, fuse
-from services.trainer.models.precision import WorkingCopy
-from services.trainer.rows.saved import MASTER, SavedRows
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.weights.layout.images import load_tensor
+from meshrl.common.weights.layout.laying import Part
+from meshrl.services.trainer.algorithms import algorithm
+from meshrl.services.trainer.arithmetic import cut_rows
+from meshrl.services.trainer.arithmetic.objective import objective
+from meshrl.services.trainer.arithmetic.optimizers import Optimizer
+from meshrl.services.trainer.arithmetic.stats import BinStats, describe, describe_values
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.losses.terms import LossTerms
+from meshrl.services.trainer.models import critic, lora
+from meshrl.services.trainer.models.forward import Outputs, forward, fuse
+from meshrl.services.trainer.models.precision import WorkingCopy
+from meshrl.services.trainer.rows.saved import MASTER, SavedRows
 
 
 @dataclass(frozen=True)

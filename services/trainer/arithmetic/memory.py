@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from common.base.errors import Refused
-from common.model.files.storages import Storages
-from services.trainer.arithmetic.learner import Learner
+from meshrl.common.base.errors import Refused
+from meshrl.common.model.files.storages import Storages
+from meshrl.services.trainer.arithmetic.learner import Learner
 
 
 class LearnerMemory:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig
-from services.trainer.algorithms import algorithm
-from services.trainer.losses import kl
-from services.trainer.losses.corrections import corrected
-from services.trainer.losses.shaping import kl_in_loss
-from services.trainer.losses.surrogate import old_logprobs
-from services.trainer.losses.terms import LossTerms
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.algorithms import algorithm
+from meshrl.services.trainer.losses import kl
+from meshrl.services.trainer.losses.corrections import corrected
+from meshrl.services.trainer.losses.shaping import kl_in_loss
+from meshrl.services.trainer.losses.surrogate import old_logprobs
+from meshrl.services.trainer.losses.terms import LossTerms
 
 
 @dataclass(slots=True)

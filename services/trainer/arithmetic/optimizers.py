@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from common.base.errors import ConfigError
-from common.job.config import OptimizerConfig
-from common.model.network.lora import is_adapter
-from services.trainer.arithmetic.cut_rows import group_of, local, on_whole
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import OptimizerConfig
+from meshrl.common.model.network.lora import is_adapter
+from meshrl.services.trainer.arithmetic.cut_rows import group_of, local, on_whole
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5

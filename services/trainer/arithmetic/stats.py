@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.trainer.arithmetic.objective import Objective
-from services.trainer.losses import kl
-from services.trainer.losses.terms import LossTerms, ratio_of
+from meshrl.services.trainer.arithmetic.objective import Objective
+from meshrl.services.trainer.losses import kl
+from meshrl.services.trainer.losses.terms import LossTerms, ratio_of
 
 
 @dataclass(slots=True)

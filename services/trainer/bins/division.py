@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.trainer.bins.packing import Bin
+from meshrl.services.trainer.bins.packing import Bin
 
 Round = Sequence[Bin]  # as many as the division says
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.base.errors import BadMessage
-from common.base.lineages import NATIVE, foreign
-from kernels.packing import pack_rounds
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.lineages import NATIVE, foreign
+from meshrl.kernels.packing import pack_rounds
 
 UNKNOWN = -1  # version of a token whose version nobody recorded, expert that nobody recorded
 EXTRA = "extra."  # what names of extras start with on a wire
@@ -38,7 +38,7 @@ class Sequence:
     experts: ExpertIds | None = None  # [n, layers, k], that the place before a token was routed to
     group: int = 0
     member: int = 0
-    foreign_above: int = NATIVE  # see common.base.lineages
+    foreign_above: int = NATIVE  # see meshrl.common.base.lineages
     truncated: bool = False  # cut off at the longest length
 
     @property

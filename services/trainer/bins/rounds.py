@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kernels.cost import BinCost
-from kernels.packing import Round, RoundPacker
-from services.trainer.bins import packing
-from services.trainer.bins.packing import Bin
+from meshrl.kernels.cost import BinCost
+from meshrl.kernels.packing import Round, RoundPacker
+from meshrl.services.trainer.bins import packing
+from meshrl.services.trainer.bins.packing import Bin
 
 Sample = tuple[int, int]  # group, and which of its trajectories
 RoundPlan = list[list[list[Sample]]]  # rounds of a step: of each, the bins, and what is in them

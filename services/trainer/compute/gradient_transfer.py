@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.base.digest import digest_of
-from common.base.errors import BadMessage, PeerLost
-from common.mesh.runtime.mesh import Mesh
-from common.state import registry
-from common.weights.bulk.port import BulkClient, serve
-from common.weights.chunks.chunks import ChunkStore, failure
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import BadMessage, PeerLost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import registry
+from meshrl.common.weights.bulk.port import BulkClient, serve
+from meshrl.common.weights.chunks.chunks import ChunkStore, failure
 
 PIECE_BYTES = 64 << 20
 PIECE_S = 30.0  # deadline of moving one

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.base.clock import Clock
-from common.job.pace import LATE
+from meshrl.common.base.clock import Clock
+from meshrl.common.job.pace import LATE
 
 T = TypeVar("T")
 

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from common.base.errors import Damaged, RankLost
-from common.job.bundle.job_data import JobData
-from common.job.pace import TrainingPace, declared_pace, training_profile
-from common.mesh.residents.tiers import Nap
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.workers.seat import Seat
-from services.trainer.bins.packing import Bin
-from services.trainer.compute.padding import Padding
+from meshrl.common.base.errors import Damaged, RankLost
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.pace import TrainingPace, declared_pace, training_profile
+from meshrl.common.mesh.residents.tiers import Nap
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.compute.padding import Padding
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.api.calls.interface import Look
-from common.api.engine import Engine
-from common.base.errors import MeshError
-from common.job.changing import in_force
-from common.mesh.runtime.patience import patiently
-from common.state import registry, steps
-from services.trainer.steps.evaluation_gate import evaluated
-from services.trainer.steps.step import Stepped
-from services.trainer.steps.step_parts import PAUSE, StepParts
-from services.trainer.versions.publishing import VersionIdentity
+from meshrl.common.api.calls.interface import Look
+from meshrl.common.api.engine import Engine
+from meshrl.common.base.errors import MeshError
+from meshrl.common.job.changing import in_force
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import registry, steps
+from meshrl.services.trainer.steps.evaluation_gate import evaluated
+from meshrl.services.trainer.steps.step import Stepped
+from meshrl.services.trainer.steps.step_parts import PAUSE, StepParts
+from meshrl.services.trainer.versions.publishing import VersionIdentity
 
 if TYPE_CHECKING:
-    from services.trainer.core.core import TrainerCore
+    from meshrl.services.trainer.core.core import TrainerCore
 
 EVALUATION = "evaluation"  # the part of a step that its commit waits for one
 

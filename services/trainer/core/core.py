@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.api.calls.role import Settle, Settled
-from common.api.stats import CoreStats
-from common.api.trainer import (
+from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.stats import CoreStats
+from meshrl.common.api.trainer import (
     BroadcastPlace,
     Gather,
     LeaveHybrids,
@@ -16,37 +16,37 @@ from common.api.trainer import (
     RoundResult,
     Trainer,
 )
-from common.api.weights import Group
-from common.base.errors import NotFound, RankLost, Refused
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.mesh.residents.tiers import Tiers
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import jobs
-from common.state.pool.demand import measured
-from common.state.pool.workers.seat import Seat
-from common.weights.bulk.port import BulkClient
-from common.weights.ways.broadcasting import Broadcasts, files_here
-from kernels.cost import Calibration, expected
-from services.trainer.core.committing import Commits
-from services.trainer.core.counters import StepCounters
-from services.trainer.core.first_version import FirstVersion
-from services.trainer.core.position import CommittedVersion, Position
-from services.trainer.core.recovery import Recovery
-from services.trainer.core.sleeping import CoreSleeper
-from services.trainer.gang.compute import Compute
-from services.trainer.gang.lost_ranks import RankLosses
-from services.trainer.hybrids.gradients import Gradients
-from services.trainer.initial.beginning import outline
-from services.trainer.steps.batch import Refill, staleness
-from services.trainer.steps.intake import Intake
-from services.trainer.steps.step import TrainingStep
-from services.trainer.steps.timing import StepTimes
-from services.trainer.versions.checkpointing import Checkpoints
-from services.trainer.versions.publishing import Publisher
-from services.trainer.versions.restoring import Restoring
+from meshrl.common.api.weights import Group
+from meshrl.common.base.errors import NotFound, RankLost, Refused
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.residents.tiers import Tiers
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.demand import measured
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.ways.broadcasting import Broadcasts, files_here
+from meshrl.kernels.cost import Calibration, expected
+from meshrl.services.trainer.core.committing import Commits
+from meshrl.services.trainer.core.counters import StepCounters
+from meshrl.services.trainer.core.first_version import FirstVersion
+from meshrl.services.trainer.core.position import CommittedVersion, Position
+from meshrl.services.trainer.core.recovery import Recovery
+from meshrl.services.trainer.core.sleeping import CoreSleeper
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.gang.lost_ranks import RankLosses
+from meshrl.services.trainer.hybrids.gradients import Gradients
+from meshrl.services.trainer.initial.beginning import outline
+from meshrl.services.trainer.steps.batch import Refill, staleness
+from meshrl.services.trainer.steps.intake import Intake
+from meshrl.services.trainer.steps.step import TrainingStep
+from meshrl.services.trainer.steps.timing import StepTimes
+from meshrl.services.trainer.versions.checkpointing import Checkpoints
+from meshrl.services.trainer.versions.publishing import Publisher
+from meshrl.services.trainer.versions.restoring import Restoring
 
 PHASE_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.demand.measured import MeasuredWork
-from services.trainer.arithmetic.stats import update_metrics
-from services.trainer.compute.piece_runner import PieceRunner
-from services.trainer.core.committing import EVALUATION
-from services.trainer.hybrids.gradients import Gradients
-from services.trainer.steps.intake import Intake
-from services.trainer.steps.step import Stepped
-from services.trainer.steps.step_parts import StepParts, StepTook
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.demand.measured import MeasuredWork
+from meshrl.services.trainer.arithmetic.stats import update_metrics
+from meshrl.services.trainer.compute.piece_runner import PieceRunner
+from meshrl.services.trainer.core.committing import EVALUATION
+from meshrl.services.trainer.hybrids.gradients import Gradients
+from meshrl.services.trainer.steps.intake import Intake
+from meshrl.services.trainer.steps.step import Stepped
+from meshrl.services.trainer.steps.step_parts import StepParts, StepTook
 
 
 class StepCounters:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from common.api.ranks import COMPUTE_S
-from common.base.files import damage
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import events
-from services.trainer.gang.compute import Compute
-from services.trainer.initial.beginning import Pieces, Tell, adapt, first_weights, start
+from meshrl.common.api.ranks import COMPUTE_S
+from meshrl.common.base.files import damage
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import events
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.initial.beginning import Pieces, Tell, adapt, first_weights, start
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from common.state import jobs
-from services.trainer.versions.publishing import NOBODY, VersionIdentity
+from meshrl.common.state import jobs
+from meshrl.services.trainer.versions.publishing import NOBODY, VersionIdentity
 
 
 @dataclass(frozen=True)

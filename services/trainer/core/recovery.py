@@ -5,20 +5,20 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from common.api.weights import Checkpoint
-from common.base.errors import ConfigError
-from common.job.changing import as_it_was
-from common.job.config import JobConfig
-from common.mesh.runtime.patience import patiently
-from common.state import jobs, steps
-from common.weights.staging import keep
-from services.trainer.core.committing import names_of
-from services.trainer.core.position import CommittedVersion
-from services.trainer.versions.publishing import VersionIdentity
-from services.trainer.versions.restoring import Restoring
+from meshrl.common.api.weights import Checkpoint
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.changing import as_it_was
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import jobs, steps
+from meshrl.common.weights.staging import keep
+from meshrl.services.trainer.core.committing import names_of
+from meshrl.services.trainer.core.position import CommittedVersion
+from meshrl.services.trainer.versions.publishing import VersionIdentity
+from meshrl.services.trainer.versions.restoring import Restoring
 
 if TYPE_CHECKING:
-    from services.trainer.core.core import TrainerCore
+    from meshrl.services.trainer.core.core import TrainerCore
 
 
 class Recovery:

@@ -10,15 +10,15 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.base.errors import Damaged, MeshError, Refused
-from common.mesh.residents.tiers import Keep, Take
-from common.mesh.runtime.patience import patiently
-from common.state import jobs, steps
-from common.state.pool.workers.rows import Tier
-from services.trainer.core.position import committed_of
+from meshrl.common.base.errors import Damaged, MeshError, Refused
+from meshrl.common.mesh.residents.tiers import Keep, Take
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import jobs, steps
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.services.trainer.core.position import committed_of
 
 if TYPE_CHECKING:
-    from services.trainer.core.core import TrainerCore
+    from meshrl.services.trainer.core.core import TrainerCore
 
 LOOK_S = 0.05  # how often it is seen whether a step has been committed
 COMMIT_S = 300.0  # for a step that is computed: to stage, or for its evaluation, if that comes

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.api.ranks import (
+from meshrl.common.api.ranks import (
     ADOPT_S,
     COMPUTE_S,
     MOVE_S,
@@ -32,24 +32,24 @@ from common.api.ranks import (
     Taking,
     Update,
 )
-from common.base.errors import Damaged, MeshError, Refused, StateUnavailable, StorageFull
-from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.mesh.residents.tiers import Keep, Take
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.serial_executor import looked_at
-from common.mesh.runtime.tasks import first_of
-from common.state import registry
-from common.state.pool.workers.rows import Tier
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.laying import How
-from common.weights.staging import Stager
-from common.weights.ways.meeting import meetings_of
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.memory import LearnerMemory, taken_again
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.division import Round
-from services.trainer.bins.packing import Bin
-from services.trainer.compute.piece_runner import (
+from meshrl.common.base.errors import Damaged, MeshError, Refused, StateUnavailable, StorageFull
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.mesh.residents.tiers import Keep, Take
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.mesh.runtime.tasks import first_of
+from meshrl.common.state import registry
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.laying import How
+from meshrl.common.weights.staging import Stager
+from meshrl.common.weights.ways.meeting import meetings_of
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.arithmetic.memory import LearnerMemory, taken_again
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.division import Round
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.compute.piece_runner import (
     BEGIN,
     CHANGE,
     SCORE,
@@ -59,13 +59,13 @@ from services.trainer.compute.piece_runner import (
     PieceRunner,
     piece,
 )
-from services.trainer.gang.group import RankGroup
-from services.trainer.gang.lending import Lending
-from services.trainer.gang.saving import GangSaving, GangStaging, LocalSaving
-from services.trainer.ranks.rank import Rank, filler
-from services.trainer.ranks.trouble import UNREADABLE, raise_first, tried
-from services.trainer.rows.filling import masters_of
-from services.trainer.rows.saved import SavedRows
+from meshrl.services.trainer.gang.group import RankGroup
+from meshrl.services.trainer.gang.lending import Lending
+from meshrl.services.trainer.gang.saving import GangSaving, GangStaging, LocalSaving
+from meshrl.services.trainer.ranks.rank import Rank, filler
+from meshrl.services.trainer.ranks.trouble import UNREADABLE, raise_first, tried
+from meshrl.services.trainer.rows.filling import masters_of
+from meshrl.services.trainer.rows.saved import SavedRows
 
 T = TypeVar("T")
 

@@ -13,18 +13,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api.calls.interface import Call
-from common.api.ranks import FORM_S, Meeting, RankOrder, Ranks, StandsBy, rank_name
-from common.base.errors import ConfigError, MeshError, RankLost, RemoteFailure
-from common.base.host.interfaces import address_of
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.mesh.runtime.ref import Ref
-from common.weights.ways.meeting import NoPort, listen, place_of, ports_of
-from services.trainer.ranks import interfaces
-from services.trainer.ranks.interfaces import LOOPBACK
-from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.thread import RankThread
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.ranks import FORM_S, Meeting, RankOrder, Ranks, StandsBy, rank_name
+from meshrl.common.base.errors import ConfigError, MeshError, RankLost, RemoteFailure
+from meshrl.common.base.host.interfaces import address_of
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.ref import Ref
+from meshrl.common.weights.ways.meeting import NoPort, listen, place_of, ports_of
+from meshrl.services.trainer.ranks import interfaces
+from meshrl.services.trainer.ranks.interfaces import LOOPBACK
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.thread import RankThread
 
 WHOLE_S = 280.0  # until all ranks are there: below what a worker gives a role process to get ready
 GENERATIONS = 1_000_000  # most in one incarnation of the core; the next one's are higher

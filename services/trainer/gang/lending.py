@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.ranks import MOVE_S, LentGradient
-from common.mesh.runtime.mesh import Mesh
-from services.trainer.compute.gradient_transfer import FILE_S, Outbox, write
+from meshrl.common.api.ranks import MOVE_S, LentGradient
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.trainer.compute.gradient_transfer import FILE_S, Outbox, write
 
 Cut = Callable[[NDArray[np.float32], int], NDArray[np.float32]]  # the rows of a rank
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.base.errors import RankLost
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import events
+from meshrl.common.base.errors import RankLost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import events
 
 LOSSES = 3  # losses in a row at one step that end the job: repeating mends nothing
 

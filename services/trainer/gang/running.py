@@ -6,21 +6,21 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.base.clock import SystemClock
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.workers.rows import Apart
-from common.state.pool.workers.seat import Seat
-from services.trainer.arithmetic.learner import LearnerSettings
-from services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
-from services.trainer.initial.beginning import DTYPES, outlined
-from services.trainer.ranks.actor import RankActor
-from services.trainer.ranks.rank import Rank
-from services.trainer.sharding.learners import GangPlace, RowsLearner, ShardedLearner
-from services.trainer.zebra.alike import PacedBins
-from services.trainer.zebra.learner import ZebraLearner
-from services.trainer.zebra.pace import pace_of
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import Apart
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.trainer.arithmetic.learner import LearnerSettings
+from meshrl.services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
+from meshrl.services.trainer.initial.beginning import DTYPES, outlined
+from meshrl.services.trainer.ranks.actor import RankActor
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.sharding.learners import GangPlace, RowsLearner, ShardedLearner
+from meshrl.services.trainer.zebra.alike import PacedBins
+from meshrl.services.trainer.zebra.learner import ZebraLearner
+from meshrl.services.trainer.zebra.pace import pace_of
 
 
 def make_rank(data: JobData, seat: Seat, accelerator: str = "") -> Rank:

@@ -14,20 +14,20 @@ from typing import Any
 
 from torch import Tensor
 
-from common.api.ranks import MOVE_S, Ranks, RowsSaved, RowsStaged, SaveRows, StageRows
-from common.base.errors import BadMessage
-from common.mesh.runtime.mesh import Mesh
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.laying import How, Laid, Part
-from common.weights.staging import Stager
-from common.weights.store.weight_store import fetch_file
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.compute.piece_runner import SAVE, SYNC, PieceRunner, piece
-from services.trainer.gang.group import RankGroup
-from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.saving import write
-from services.trainer.ranks.trouble import UNWRITABLE, raise_first, tried
-from services.trainer.rows.saved import FIRST, MASTER, save_rows, sync_all
+from meshrl.common.api.ranks import MOVE_S, Ranks, RowsSaved, RowsStaged, SaveRows, StageRows
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.laying import How, Laid, Part
+from meshrl.common.weights.staging import Stager
+from meshrl.common.weights.store.weight_store import fetch_file
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.compute.piece_runner import SAVE, SYNC, PieceRunner, piece
+from meshrl.services.trainer.gang.group import RankGroup
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.saving import write
+from meshrl.services.trainer.ranks.trouble import UNWRITABLE, raise_first, tried
+from meshrl.services.trainer.rows.saved import FIRST, MASTER, save_rows, sync_all
 
 _numbers = itertools.count(1)  # of stagings
 Run = Callable[..., Awaitable[Any]]  # runs what blocks

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from common.api.trainer import RoundLease, RoundRequest, RoundResult
-from common.base.errors import DeadlineExceeded, Refused
-from common.mesh.runtime.mesh import Mesh
-from common.weights.bulk.port import BulkClient
-from kernels.cost import Calibration
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.division import Round
-from services.trainer.compute.gradient_transfer import collect, hybrid_name
-from services.trainer.gang.compute import Compute
-from services.trainer.hybrids.membership import HybridMembership
-from services.trainer.hybrids.round_board import RoundBoard
+from meshrl.common.api.trainer import RoundLease, RoundRequest, RoundResult
+from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.kernels.cost import Calibration
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.division import Round
+from meshrl.services.trainer.compute.gradient_transfer import collect, hybrid_name
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.hybrids.membership import HybridMembership
+from meshrl.services.trainer.hybrids.round_board import RoundBoard
 
 PATIENT_ROUNDS = 5.0  # a leased round may take this many times as long as rounds take on average
 LEAST_ROUND_S = 1.0

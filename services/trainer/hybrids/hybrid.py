@@ -16,26 +16,26 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from common.api.calls.role import Resting, Settle, Settled
-from common.api.stats import HybridStats
-from common.api.trainer import LeaveHybrids, RoundLease, RoundRequest, RoundResult, Trainer
-from common.base.errors import Damaged, Fenced, MeshError, NotFound
-from common.job.bundle.job_data import JobData
-from common.job.pace import training_profile
-from common.mesh.residents.tiers import Keep, KeepsNothing, Take, Tiers
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import Patience
-from common.state.pool.workers.seat import Seat
-from common.weights.bulk.port import BulkClient
-from common.weights.receive import Receiver
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.memory import LearnerMemory, taken_again
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.packing import Bin
-from services.trainer.compute.gradient_transfer import PIECE_S, Outbox
-from services.trainer.compute.padding import Padding
+from meshrl.common.api.calls.role import Resting, Settle, Settled
+from meshrl.common.api.stats import HybridStats
+from meshrl.common.api.trainer import LeaveHybrids, RoundLease, RoundRequest, RoundResult, Trainer
+from meshrl.common.base.errors import Damaged, Fenced, MeshError, NotFound
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.pace import training_profile
+from meshrl.common.mesh.residents.tiers import Keep, KeepsNothing, Take, Tiers
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import Patience
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.receive import Receiver
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.arithmetic.memory import LearnerMemory, taken_again
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.compute.gradient_transfer import PIECE_S, Outbox
+from meshrl.services.trainer.compute.padding import Padding
 
 T = TypeVar("T")
 

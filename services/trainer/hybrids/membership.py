@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.base.errors import Fenced
+from meshrl.common.base.errors import Fenced
 
 SILENT_S = 60.0  # a hybrid asks every few seconds, but while it computes or fetches
 

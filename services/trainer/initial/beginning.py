@@ -12,20 +12,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from common.base.errors import ConfigError, Damaged
-from common.base.files import damage
-from common.base.random import Random
-from common.job.bundle.authored import beginning_of, place_of, placed
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.model.architecture.config import ModelConfig
-from common.model.files.rows import Beginning, Drawn, StoredRows, begin
-from common.model.network.decoder import Decoder
-from common.model.tokens.tokenizer import Tokenizer
-from kernels.build import TRAINING, library
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.initial import warm_start
-from services.trainer.models.forward import checkpoint_layers
+from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.base.files import damage
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.authored import beginning_of, place_of, placed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.rows import Beginning, Drawn, StoredRows, begin
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.kernels.build import TRAINING, library
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.initial import warm_start
+from meshrl.services.trainer.models.forward import checkpoint_layers
 
 T = TypeVar("T")
 Pieces = Generator[None, None, T]  # of arithmetic, and what it returns in the end

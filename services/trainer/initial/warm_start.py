@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.base.digest import Hasher
-from common.base.errors import ConfigError, Damaged
-from common.base.random import Random
-from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
-from common.model.tokens.tokenizer import Tokenizer
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.bins.packing import Sequence, make_bins
+from meshrl.common.base.digest import Hasher
+from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.bins.packing import Sequence, make_bins
 
 Segments = list[tuple[str, bool]]  # text, and whether the model writes it; the prompt comes first
 Demonstrate = Callable[[Random, float], Segments]  # a generator, progress from 0 to 1

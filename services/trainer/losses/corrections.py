@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig
-from common.job.correction_bounds import bounds
-from services.trainer.losses.terms import LossTerms, ratio_of
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.common.job.correction_bounds import bounds
+from meshrl.services.trainer.losses.terms import LossTerms, ratio_of
 
 
 @torch.no_grad()

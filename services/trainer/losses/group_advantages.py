@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.job.config import AlgorithmConfig
+from meshrl.common.job.config import AlgorithmConfig
 
 EPSILON = 1e-4  # added to a deviation before dividing by it, in units of reward
 NO_VARIANCE = 0.0  # largest less smallest reward of a group that has nothing to teach

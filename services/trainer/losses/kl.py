@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.trainer.losses.terms import LARGEST_LOG_RATIO
+from meshrl.services.trainer.losses.terms import LARGEST_LOG_RATIO
 
 STEEPEST = math.exp(LARGEST_LOG_RATIO)  # k3's largest slope
 

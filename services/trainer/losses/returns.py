@@ -11,9 +11,9 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
-from common.job.config import AlgorithmConfig
-from services.trainer.bins.packing import Sequence
-from services.trainer.losses.shaping import divergences, kl_in_reward
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.bins.packing import Sequence
+from meshrl.services.trainer.losses.shaping import divergences, kl_in_reward
 
 Floats = NDArray[np.float64]
 LEAST_DEVIATION = 1e-8  # keeps a batch without variance from dividing by 0

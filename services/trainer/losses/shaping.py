@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from common.base.errors import ConfigError
-from common.job.config import AlgorithmConfig, JobConfig
-from services.trainer.bins.packing import Sequence
-from services.trainer.losses import kl
-from services.trainer.losses.terms import SOURCES
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import AlgorithmConfig, JobConfig
+from meshrl.services.trainer.bins.packing import Sequence
+from meshrl.services.trainer.losses import kl
+from meshrl.services.trainer.losses.terms import SOURCES
 
 
 def overlong(lengths: NDArray[np.integer], share: float, config: JobConfig) -> NDArray[np.float64]:

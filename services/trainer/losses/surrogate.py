@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig
-from services.trainer.losses.terms import LossTerms, ratio_of
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.services.trainer.losses.terms import LossTerms, ratio_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 
 LARGEST_LOG_RATIO = 20.0  # beyond it a ratio counts as this one: its exponential stays finite
 

@@ -15,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from common.job.config import AlgorithmConfig
-from common.model.architecture.config import ModelConfig
-from common.model.network.attention import Attention
-from common.model.network.decoder import Decoder
-from kernels.ops.varlen import VarlenAttention
-from services.trainer.bins.packing import Bin
-from services.trainer.losses.terms import LossTerms
-from services.trainer.models.forward import checkpoint_layers, checkpoints_layers
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.attention import Attention
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.kernels.ops.varlen import VarlenAttention
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.losses.terms import LossTerms
+from meshrl.services.trainer.models.forward import checkpoint_layers, checkpoints_layers
 
 CRITIC = "critic."  # what names of its parameters start with
 BIAS = CRITIC + "bias"

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from common.model.network.decoder import Decoder
-from common.model.network.moe import Routing
-from common.model.network.pointwise import PLAIN
-from kernels.ops.linear_logprob import linear_logprob
-from kernels.ops.pointwise import Fused
-from kernels.ops.varlen import VarlenAttention
-from kernels.packing import padded_places
-from services.trainer.bins.packing import UNKNOWN, Bin
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.moe import Routing
+from meshrl.common.model.network.pointwise import PLAIN
+from meshrl.kernels.ops.linear_logprob import linear_logprob
+from meshrl.kernels.ops.pointwise import Fused
+from meshrl.kernels.ops.varlen import VarlenAttention
+from meshrl.kernels.packing import padded_places
+from meshrl.services.trainer.bins.packing import UNKNOWN, Bin
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from common.job.config import LoraConfig
-from common.model.architecture.projections import check_adapters, targeted
-from common.model.network.decoder import Decoder, Layer
-from common.model.network.lora import Adapters, LowRank
+from meshrl.common.job.config import LoraConfig
+from meshrl.common.model.architecture.projections import check_adapters, targeted
+from meshrl.common.model.network.decoder import Decoder, Layer
+from meshrl.common.model.network.lora import Adapters, LowRank
 
 
 def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:

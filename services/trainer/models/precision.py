@@ -9,7 +9,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from common.model.network.decoder import Decoder
+from meshrl.common.model.network.decoder import Decoder
 
 
 class WorkingCopy:

@@ -6,29 +6,29 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from common.api import ranks as orders
-from common.api.calls.role import Settle, Settled
-from common.api.ranks import ADOPT_S, COMPUTE_S, FORM_S, MOVE_S, Ranks
-from common.api.stats import RankStats
-from common.base.errors import Fenced
-from common.base.files.below import below
-from common.base.host.interfaces import address_of
-from common.job.bundle.job_data import JobData
-from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.mesh.residents.places import Places
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.workers.rows import Tier
-from common.state.pool.workers.seat import Seat
-from common.weights.bulk.port import BulkClient
-from common.weights.ways.meeting import meetings_of, spans_hosts
-from services.trainer.bins.packing import Bin
-from services.trainer.compute.gradient_transfer import collect, read
-from services.trainer.ranks import interfaces
-from services.trainer.ranks.asleep import RankRows
-from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.saving import RankRestoring, RankSaving, RankStaging
-from services.trainer.ranks.thread import RankThread
+from meshrl.common.api import ranks as orders
+from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.ranks import ADOPT_S, COMPUTE_S, FORM_S, MOVE_S, Ranks
+from meshrl.common.api.stats import RankStats
+from meshrl.common.base.errors import Fenced
+from meshrl.common.base.files.below import below
+from meshrl.common.base.host.interfaces import address_of
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.mesh.residents.places import Places
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.ways.meeting import meetings_of, spans_hosts
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.compute.gradient_transfer import collect, read
+from meshrl.services.trainer.ranks import interfaces
+from meshrl.services.trainer.ranks.asleep import RankRows
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.saving import RankRestoring, RankSaving, RankStaging
+from meshrl.services.trainer.ranks.thread import RankThread
 
 ORDERED_S = 600.0  # for rank 0 to bring all ranks to a tier
 LOOK_S = 0.05  # how often it is seen whether it has

@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from common.api.ranks import MOVE_S, Rest
-from common.base.errors import Damaged, Refused
-from common.mesh.residents.places import Places
-from common.state.pool.workers.rows import Tier
-from services.trainer.arithmetic.memory import LearnerMemory, taken_again
-from services.trainer.ranks.rank import Rank
+from meshrl.common.api.ranks import MOVE_S, Rest
+from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.mesh.residents.places import Places
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.services.trainer.arithmetic.memory import LearnerMemory, taken_again
+from meshrl.services.trainer.ranks.rank import Rank
 
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
 # Of what all ranks have kept together.

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-from common.base.errors import RankLost
-from common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.base.errors import RankLost
+from meshrl.common.mesh.runtime.serial_executor import looked_at
 
 T = TypeVar("T")
 ANSWER_S = 60.0  # until who asked hears that it goes on; well below the deadlines of the calls

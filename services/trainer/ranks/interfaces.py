@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 
-from common.base.host.interfaces import interface_of
-from common.base.host.settings import MeshSettings, advertised_host
+from meshrl.common.base.host.interfaces import interface_of
+from meshrl.common.base.host.settings import MeshSettings, advertised_host
 
 LOOPBACK = "lo"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

@@ -20,21 +20,21 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
-from common.api.ranks import Meeting
-from common.base.errors import RankLost, Refused
-from common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
-from common.weights.ways.meeting import store_at
-from services.trainer.arithmetic.gradient_sum import GradientSum
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.memory import LearnerMemory
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.division import EvenDivision, RoundDivision
-from services.trainer.bins.packing import Bin
-from services.trainer.ranks import interfaces
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.base.errors import RankLost, Refused
+from meshrl.common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
+from meshrl.common.weights.ways.meeting import store_at
+from meshrl.services.trainer.arithmetic.gradient_sum import GradientSum
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.arithmetic.memory import LearnerMemory
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.division import EvenDivision, RoundDivision
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.ranks import interfaces
 
 if TYPE_CHECKING:  # ranks that keep a pace import it anyway
-    from services.trainer.zebra.alike import PacedBins
-    from services.trainer.zebra.pace import ZebraPace
+    from meshrl.services.trainer.zebra.alike import PacedBins
+    from meshrl.services.trainer.zebra.pace import ZebraPace
 
 
 def join_group(

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from common.api.ranks import (
+from meshrl.common.api.ranks import (
     MOVE_S,
     RestoreRows,
     RowsRestored,
@@ -23,20 +23,20 @@ from common.api.ranks import (
     StageRows,
     Trouble,
 )
-from common.base.errors import MeshError, RankLost
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.records.checkpoints import STATE, files_below
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.laying import How
-from common.weights.staging import Stager
-from common.weights.store.weight_store import put_file
-from services.trainer.ranks.errand import Errand
-from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.trouble import UNREADABLE, UNWRITABLE, tried, trouble_of
-from services.trainer.rows.checkpoint_files import checkpoint_files
-from services.trainer.rows.filling import masters_of
-from services.trainer.rows.saved import RowsMissing, SavedRows, files_for, save_rows
+from meshrl.common.base.errors import MeshError, RankLost
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.checkpoints import STATE, files_below
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.laying import How
+from meshrl.common.weights.staging import Stager
+from meshrl.common.weights.store.weight_store import put_file
+from meshrl.services.trainer.ranks.errand import Errand
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.trouble import UNREADABLE, UNWRITABLE, tried, trouble_of
+from meshrl.services.trainer.rows.checkpoint_files import checkpoint_files
+from meshrl.services.trainer.rows.filling import masters_of
+from meshrl.services.trainer.rows.saved import RowsMissing, SavedRows, files_for, save_rows
 
 T = TypeVar("T")
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic

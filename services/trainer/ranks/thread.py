@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from common.api.ranks import FORM_S
-from common.base.errors import RankLost
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.serial_executor import SerialExecutor, looked_at
-from services.trainer.ranks.rank import of_the_group
+from meshrl.common.api.ranks import FORM_S
+from meshrl.common.base.errors import RankLost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import SerialExecutor, looked_at
+from meshrl.services.trainer.ranks.rank import of_the_group
 
 T = TypeVar("T")
 MARGIN_S = 30.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from common.api.ranks import Trouble
-from common.base.errors import Damaged, MeshError, NotFound, StorageFull, from_wire
+from meshrl.common.api.ranks import Trouble
+from meshrl.common.base.errors import Damaged, MeshError, NotFound, StorageFull, from_wire
 
 OF_THE_SYSTEM = "os_error"  # the code of an OSError
 UNREADABLE = Damaged, NotFound  # it is mended, or gone on from something older

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.records.checkpoints import check_files
-from common.weights.bulk.port import BulkClient
-from common.weights.store.weight_store import fetch_checkpoint
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.checkpoints import check_files
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.store.weight_store import fetch_checkpoint
 
 CHECK_S = 3600.0  # to read all of them
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from common.base.errors import Damaged
-from common.mesh.runtime.mesh import Mesh
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.images import Image
-from common.weights.layout.laying import Part
-from common.weights.layout.manifest import Rows, itemsize
-from common.weights.receive import Receiver
-from services.trainer.rows.saved import MASTER, RowsMissing, SavedRows
+from meshrl.common.base.errors import Damaged
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.images import Image
+from meshrl.common.weights.layout.laying import Part
+from meshrl.common.weights.layout.manifest import Rows, itemsize
+from meshrl.common.weights.receive import Receiver
+from meshrl.services.trainer.rows.saved import MASTER, RowsMissing, SavedRows
 
 Fill = Callable[[str, Part], None]  # puts a weight's rows where the part says
 

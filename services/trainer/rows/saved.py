@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.base.errors import Damaged, StorageFull
-from common.base.files.durable import sync
-from common.model.files.safetensors_file import DTYPES, Unfinished
-from common.model.files.storages import lent
-from common.weights.layout.laying import Part
+from meshrl.common.base.errors import Damaged, StorageFull
+from meshrl.common.base.files.durable import sync
+from meshrl.common.model.files.safetensors_file import DTYPES, Unfinished
+from meshrl.common.model.files.storages import lent
+from meshrl.common.weights.layout.laying import Part
 
 MASTER = "master."  # what names of float32 masters begin with, where another type is published
 FIRST = "part-00000-00000.safetensors"

@@ -17,10 +17,10 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from common.model.network.moe import Experts, by_expert, inverse, is_expert
-from services.trainer.sharding.fsdp import KEEP_BYTES
-from services.trainer.sharding.owners import Owners
-from services.trainer.sharding.rows import gathered, summed
+from meshrl.common.model.network.moe import Experts, by_expert, inverse, is_expert
+from meshrl.services.trainer.sharding.fsdp import KEEP_BYTES
+from meshrl.services.trainer.sharding.owners import Owners
+from meshrl.services.trainer.sharding.rows import gathered, summed
 
 
 class Sent(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.model.files.storages import return_blocks
+from meshrl.common.model.files.storages import return_blocks
 
 KEEP_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
 RETURNED_BYTES = 8 << 20  # blocks of a larger model, of which most of its tensors are

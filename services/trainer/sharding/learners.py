@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.job.config import LoraConfig
-from common.model.files.rows import Beginning
-from common.model.network.decoder import Decoder
-from common.weights.layout.laying import Part
-from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic.cut_rows import is_cut, local
-from services.trainer.arithmetic.learner import Learner, LearnerSettings
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.packing import Bin
-from services.trainer.models import critic, lora
-from services.trainer.sharding.expert_parallel import split_experts
-from services.trainer.sharding.fsdp import reshard, shard
-from services.trainer.sharding.owners import EvenOwners, Owners
-from services.trainer.sharding.rows import begin, cut, scatter
+from meshrl.common.job.config import LoraConfig
+from meshrl.common.model.files.rows import Beginning
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.weights.layout.laying import Part
+from meshrl.services.trainer.algorithms import algorithm
+from meshrl.services.trainer.arithmetic.cut_rows import is_cut, local
+from meshrl.services.trainer.arithmetic.learner import Learner, LearnerSettings
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.models import critic, lora
+from meshrl.services.trainer.sharding.expert_parallel import split_experts
+from meshrl.services.trainer.sharding.fsdp import reshard, shard
+from meshrl.services.trainer.sharding.owners import EvenOwners, Owners
+from meshrl.services.trainer.sharding.rows import begin, cut, scatter
 
 NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
 

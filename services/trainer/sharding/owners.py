@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.model.network.moe import is_expert
+from meshrl.common.model.network.moe import is_expert
 
 
 class Owners(Protocol):

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.model.files.rows import Beginning
-from common.model.network.decoder import Decoder
-from common.model.network.lora import is_adapter
-from services.trainer.arithmetic.cut_rows import local
-from services.trainer.models import critic, lora
-from services.trainer.sharding.owners import Owners
+from meshrl.common.model.files.rows import Beginning
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.lora import is_adapter
+from meshrl.services.trainer.arithmetic.cut_rows import local
+from meshrl.services.trainer.models import critic, lora
+from meshrl.services.trainer.sharding.owners import Owners
 
 
 @torch.no_grad()

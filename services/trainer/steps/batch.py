@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.weights import Group
-from common.base.errors import BadMessage, ConfigError
-from common.base.lineages import counted
-from common.job.config import JobConfig
-from services.trainer.algorithms import algorithm, refills
-from services.trainer.arithmetic.aggregation import token_weight
-from services.trainer.bins.packing import Sequence
-from services.trainer.losses.shaping import divergences, kl_in_reward, overlong
+from meshrl.common.api.weights import Group
+from meshrl.common.base.errors import BadMessage, ConfigError
+from meshrl.common.base.lineages import counted
+from meshrl.common.job.config import JobConfig
+from meshrl.services.trainer.algorithms import algorithm, refills
+from meshrl.services.trainer.arithmetic.aggregation import token_weight
+from meshrl.services.trainer.bins.packing import Sequence
+from meshrl.services.trainer.losses.shaping import divergences, kl_in_reward, overlong
 
 REFILLS = 10  # groups replaced in a step, per group that it takes, before it takes what there is
 EXTRAS = ("reference", "teacher")  # arrays of a group that losses may ask for

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from common.job.bundle.job_data import JobData
-from common.job.evaluation_plan import due
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state import jobs
-from common.state.pool.workers.names import shard
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.evaluation_plan import due
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.names import shard
 
 LOOK_S = 0.1
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from common.api.transfer.bulk import GROUPS
-from common.api.weights import Group
-from common.base.encoding.blob import unpack
-from common.base.errors import BadMessage, Damaged, NotFound
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.state.groups import (
+from meshrl.common.api.transfer.bulk import GROUPS
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.base.errors import BadMessage, Damaged, NotFound
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state.groups import (
     GroupRow,
     LeasedGroups,
     group_filtered,
@@ -21,10 +21,10 @@ from common.state.groups import (
     group_stale,
     lease_groups,
 )
-from common.state.pool.workers.names import shard
-from common.weights.bulk.port import BulkClient
-from common.weights.store.weight_store import get
-from services.trainer.steps.batch import whole
+from meshrl.common.state.pool.workers.names import shard
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.store.weight_store import get
+from meshrl.services.trainer.steps.batch import whole
 
 POLL_S = 0.03  # how often ready groups are looked for,
 PAUSED_POLL_S = 0.5  # and while the job is paused

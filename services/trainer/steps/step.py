@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.api.ranks import COMPUTE_S
-from common.api.weights import Group
-from common.job.config import JobConfig
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.telemetry.stopwatch import UNTIMED, Untimed
-from services.trainer.algorithms import algorithm, passes
-from services.trainer.arithmetic.aggregation import denominator
-from services.trainer.arithmetic.optimizers import lr_factor
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.packing import UNKNOWN, Bin, Sequence, fill, packed
-from services.trainer.bins.rounds import RoundMaker, RoundPlan, planned
-from services.trainer.gang.compute import Compute
-from services.trainer.hybrids.gradients import Gradients
-from services.trainer.steps.batch import Batch
+from meshrl.common.api.ranks import COMPUTE_S
+from meshrl.common.api.weights import Group
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.telemetry.stopwatch import UNTIMED, Untimed
+from meshrl.services.trainer.algorithms import algorithm, passes
+from meshrl.services.trainer.arithmetic.aggregation import denominator
+from meshrl.services.trainer.arithmetic.optimizers import lr_factor
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.packing import UNKNOWN, Bin, Sequence, fill, packed
+from meshrl.services.trainer.bins.rounds import RoundMaker, RoundPlan, planned
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.hybrids.gradients import Gradients
+from meshrl.services.trainer.steps.batch import Batch
 
 Enter = Callable[[str, int], None]  # a phase, of a step
 

@@ -4,10 +4,10 @@ beside them, its rounds, and the checkpoints that are written meanwhile.
 
 from __future__ import annotations
 
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch, Untimed
-from common.records.run_lines import Traces
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch, Untimed
+from meshrl.common.records.run_lines import Traces
 
 BESIDE = "writing"  # of a checkpoint: a phase by name, which goes on beside those of the next step
 MOST = 1024  # rounds of a step that are told one by one

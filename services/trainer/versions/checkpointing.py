@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import STORE, Checkpoint, Clear, LayOut, Weights
-from common.base.errors import Damaged, MeshError, NotFound
-from common.base.files import damage
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import by_layer
-from common.model.files.source import batches
-from common.records.checkpoints import (
+from meshrl.common.api.weights import STORE, Checkpoint, Clear, LayOut, Weights
+from meshrl.common.base.errors import Damaged, MeshError, NotFound
+from meshrl.common.base.files import damage
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import by_layer
+from meshrl.common.model.files.source import batches
+from meshrl.common.records.checkpoints import (
     BASE_MANIFEST,
     MANIFEST,
     STATE,
@@ -30,15 +30,15 @@ from common.records.checkpoints import (
     files_below,
     newest_due,
 )
-from common.state import events
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.manifest import unpacked
-from common.weights.output import VersionWriter
-from common.weights.receive import Receiver
-from common.weights.store.weight_store import get, lay_out, put_file
-from services.trainer.gang.compute import Compute
-from services.trainer.gang.saving import GangSaving, LocalSaving
-from services.trainer.versions.publishing import Publisher, VersionIdentity
+from meshrl.common.state import events
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.manifest import unpacked
+from meshrl.common.weights.output import VersionWriter
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.weight_store import get, lay_out, put_file
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.gang.saving import GangSaving, LocalSaving
+from meshrl.services.trainer.versions.publishing import Publisher, VersionIdentity
 
 SAVE_S = 3600.0  # to write a checkpoint, or read one
 GIVEN_UP = "what was begun of the checkpoint is removed, and the next one is written anew"

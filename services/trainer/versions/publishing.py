@@ -10,25 +10,25 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from common.api.transfer.deltas import Base
-from common.api.weights import STORE, Fetch, Manifest, Weights
-from common.api.weights import Tensor as Piece
-from common.base.digest import digest_of
-from common.base.errors import Damaged, NotFound, Refused
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.mesh.runtime.serial_executor import looked_at
-from common.model.files.source import BATCH_BYTES
-from common.model.network.lora import is_adapter
-from common.state.pool.demand.needs import unhelped
-from common.weights.bulk.port import BulkClient
-from common.weights.delta.sending import DeltaSender
-from common.weights.layout.laying import Laid, laying, slices
-from common.weights.layout.manifest import by_chunk, by_tensor, itemsize, packed
-from common.weights.staging import StagedVersion, assembled, keep
-from common.weights.store.weight_store import get, put
-from services.trainer.gang.compute import Compute
+from meshrl.common.api.transfer.deltas import Base
+from meshrl.common.api.weights import STORE, Fetch, Manifest, Weights
+from meshrl.common.api.weights import Tensor as Piece
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import Damaged, NotFound, Refused
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.serial_executor import looked_at
+from meshrl.common.model.files.source import BATCH_BYTES
+from meshrl.common.model.network.lora import is_adapter
+from meshrl.common.state.pool.demand.needs import unhelped
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.delta.sending import DeltaSender
+from meshrl.common.weights.layout.laying import Laid, laying, slices
+from meshrl.common.weights.layout.manifest import by_chunk, by_tensor, itemsize, packed
+from meshrl.common.weights.staging import StagedVersion, assembled, keep
+from meshrl.common.weights.store.weight_store import get, put
+from meshrl.services.trainer.gang.compute import Compute
 
 PUBLISHED = {"float32": "F32", "bfloat16": "BF16"}  # safetensors' names of `rollout.dtype`
 TYPES = {name: dtype for dtype, name in PUBLISHED.items()}

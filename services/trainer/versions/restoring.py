@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from common.api.calls.interface import Call
-from common.api.weights import (
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.weights import (
     STORE,
     Checkpoint,
     CheckpointName,
@@ -22,28 +22,28 @@ from common.api.weights import (
     SetAside,
     Weights,
 )
-from common.base.digest import digest_of
-from common.base.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
-from common.base.files import damage
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import patiently
-from common.model.architecture.config import ModelConfig
-from common.model.files.rows import StoredRows
-from common.model.files.safetensors_file import DTYPES
-from common.model.network.lora import is_adapter, load_adapter
-from common.records.checkpoints import BASE_MANIFEST, MANIFEST, STATE
-from common.state import events
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.manifest import by_chunk, joined, unpacked
-from common.weights.output import ADAPTER, BASE
-from common.weights.receive import Receiver
-from common.weights.store.weight_store import put
-from services.trainer.gang.compute import Compute
-from services.trainer.rows.checkpoint_files import checkpoint_files
-from services.trainer.steps.step import Enter
-from services.trainer.versions.checkpointing import SAVE_S
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import BadMessage, ConfigError, Damaged, MeshError, NotFound
+from meshrl.common.base.files import damage
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.rows import StoredRows
+from meshrl.common.model.files.safetensors_file import DTYPES
+from meshrl.common.model.network.lora import is_adapter, load_adapter
+from meshrl.common.records.checkpoints import BASE_MANIFEST, MANIFEST, STATE
+from meshrl.common.state import events
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.manifest import by_chunk, joined, unpacked
+from meshrl.common.weights.output import ADAPTER, BASE
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.weight_store import put
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.rows.checkpoint_files import checkpoint_files
+from meshrl.services.trainer.steps.step import Enter
+from meshrl.services.trainer.versions.checkpointing import SAVE_S
 
 P = ParamSpec("P")
 Q = TypeVar("Q")

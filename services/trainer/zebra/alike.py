@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from common.base.clock import Clock
-from services.trainer.bins.packing import Bin
-from services.trainer.zebra.lanes import Shared
-from services.trainer.zebra.pace import ZebraPace
+from meshrl.common.base.clock import Clock
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.zebra.lanes import Shared
+from meshrl.services.trainer.zebra.pace import ZebraPace
 
 
 class PacedBins:

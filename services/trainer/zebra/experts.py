@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.model.network.moe import Experts, by_expert
+from meshrl.common.model.network.moe import Experts, by_expert
 
 
 @dataclass

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.base.clock import Clock
-from common.base.errors import RankLost
-from services.trainer.zebra.pace import ZebraPace
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import RankLost
+from meshrl.services.trainer.zebra.pace import ZebraPace
 
 LEAST_S = 1e-6  # of a transfer that is paced
 WAKES_S = 3e-4  # in which a thread that slept is awake again

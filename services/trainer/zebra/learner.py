@@ -15,25 +15,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common.base.errors import ConfigError, RankLost
-from common.job.config import AlgorithmConfig
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.model.network.moe import is_expert
-from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic.learner import LearnerSettings, balance_share
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.division import ZebraDivision
-from services.trainer.bins.packing import Bin
-from services.trainer.models.forward import Outputs, Placed, fuse, outputs, placed
-from services.trainer.sharding.learners import GangPlace, RowsLearner
-from services.trainer.sharding.rows import begin
-from services.trainer.zebra.lanes import Lane
-from services.trainer.zebra.owners import ZebraOwners
-from services.trainer.zebra.pace import ZebraPace
-from services.trainer.zebra.passing import Passing, put
-from services.trainer.zebra.pieces import PieceInputs, Pieces, zero_where_none
-from services.trainer.zebra.round import Passed, Round
+from meshrl.common.base.errors import ConfigError, RankLost
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.moe import is_expert
+from meshrl.services.trainer.algorithms import algorithm
+from meshrl.services.trainer.arithmetic.learner import LearnerSettings, balance_share
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.division import ZebraDivision
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.models.forward import Outputs, Placed, fuse, outputs, placed
+from meshrl.services.trainer.sharding.learners import GangPlace, RowsLearner
+from meshrl.services.trainer.sharding.rows import begin
+from meshrl.services.trainer.zebra.lanes import Lane
+from meshrl.services.trainer.zebra.owners import ZebraOwners
+from meshrl.services.trainer.zebra.pace import ZebraPace
+from meshrl.services.trainer.zebra.passing import Passing, put
+from meshrl.services.trainer.zebra.pieces import PieceInputs, Pieces, zero_where_none
+from meshrl.services.trainer.zebra.round import Passed, Round
 
 
 class ZebraLearner(RowsLearner):

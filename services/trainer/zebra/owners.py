@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.model.network.moe import is_expert
-from services.trainer.sharding.owners import evenly
+from meshrl.common.model.network.moe import is_expert
+from meshrl.services.trainer.sharding.owners import evenly
 
 
 @dataclass(frozen=True)

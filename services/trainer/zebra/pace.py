@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.base.errors import ConfigError
-from common.hardware.profiles import CPU, kind_of
-from common.hardware.shapes import ModelShape
-from common.hardware.zebra.costs import BACKWARD, CHECKPOINTED
-from common.hardware.zebra.kinds import declared_profile
-from common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile
-from common.hardware.zebra.schedule import TaskKind
-from common.hardware.zebra.together import passes_s
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.job.pace import LATE, declared_pace
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.profiles import CPU, kind_of
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.hardware.zebra.costs import BACKWARD, CHECKPOINTED
+from meshrl.common.hardware.zebra.kinds import declared_profile
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile
+from meshrl.common.hardware.zebra.schedule import TaskKind
+from meshrl.common.hardware.zebra.together import passes_s
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.job.pace import LATE, declared_pace
 
 
 @dataclass

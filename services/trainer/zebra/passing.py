@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.model.network.decoder import Decoder
-from common.model.network.moe import is_expert
-from services.trainer.arithmetic.cut_rows import local
-from services.trainer.models.precision import weakly
-from services.trainer.sharding.owners import evenly
-from services.trainer.sharding.rows import gathered, summed
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.moe import is_expert
+from meshrl.services.trainer.arithmetic.cut_rows import local
+from meshrl.services.trainer.models.precision import weakly
+from meshrl.services.trainer.sharding.owners import evenly
+from meshrl.services.trainer.sharding.rows import gathered, summed
 
 
 class Passing:

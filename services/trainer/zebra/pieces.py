@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from common.model.network.decoder import Decoder, SparseLayer
-from services.trainer.models.forward import Placed
+from meshrl.common.model.network.decoder import Decoder, SparseLayer
+from meshrl.services.trainer.models.forward import Placed
 
 
 class PieceOutputs(NamedTuple):
@@ -25,7 +25,7 @@ class PieceOutputs(NamedTuple):
     residual: Tensor  # [n, hidden_size]
     shares: Tensor  # [n, k], of what the chosen experts will make
     x: Tensor  # [n, hidden_size]: what goes to them
-    balance: Tensor  # scalar, see `common.model.network.moe.Chosen`
+    balance: Tensor  # scalar, see `meshrl.common.model.network.moe.Chosen`
 
 
 class PieceInputs(NamedTuple):

@@ -14,14 +14,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from common.base.clock import Clock
-from common.hardware.zebra.profile import AcceleratorCosts, CostCurve
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.model.network.moe import Experts
-from services.trainer.bins.packing import Bin
-from services.trainer.models.forward import Placed, fuse, outputs, placed
-from services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces
+from meshrl.common.base.clock import Clock
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.moe import Experts
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.models.forward import Placed, fuse, outputs, placed
+from meshrl.services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces
 
 REPEATS = 3  # of each size, of which the fastest counts
 EXPERTS = 8  # whose products are measured together

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from common.base.errors import ConfigError, MeshError
-from common.hardware.profiles import kind_of
-from common.hardware.zebra.profile import kind_of_table
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.mesh.runtime.mesh import Mesh
-from services.trainer.initial.beginning import DTYPES
-from services.trainer.zebra.profiler import profiled
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.hardware.profiles import kind_of
+from meshrl.common.hardware.zebra.profile import kind_of_table
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.trainer.initial.beginning import DTYPES
+from meshrl.services.trainer.zebra.profiler import profiled
 
 MEASURE_S = 300.0  # three curves, of which each takes up to its budget and one more pass
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.base.clock import SystemClock
-from common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
-from common.model.network.moe import inverse
-from services.trainer.models.forward import Placed
-from services.trainer.zebra import experts as of_experts
-from services.trainer.zebra.experts import Made
-from services.trainer.zebra.lanes import Exchange, ExchangeKey, Lane, Shared
-from services.trainer.zebra.owners import ZebraOwners
-from services.trainer.zebra.pace import ZebraPace
-from services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
+from meshrl.common.model.network.moe import inverse
+from meshrl.services.trainer.models.forward import Placed
+from meshrl.services.trainer.zebra import experts as of_experts
+from meshrl.services.trainer.zebra.experts import Made
+from meshrl.services.trainer.zebra.lanes import Exchange, ExchangeKey, Lane, Shared
+from meshrl.services.trainer.zebra.owners import ZebraOwners
+from meshrl.services.trainer.zebra.pace import ZebraPace
+from meshrl.services.trainer.zebra.pieces import Cut, PieceInputs, PieceOutputs, Pieces
 
 # Of micro-batch, ..; the gradients of what came.
 Head = Callable[[int, Placed, PieceInputs], PieceInputs | None]

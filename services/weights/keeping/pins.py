@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from common.api.weights import Manifest
-from common.base.digest import DIGITS
-from common.base.errors import Damaged, NotFound
-from common.base.files import documents
-from common.base.files.durable import sync
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.manifest import read_whole
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.digest import DIGITS
+from meshrl.common.base.errors import Damaged, NotFound
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.durable import sync
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.manifest import read_whole
 
 PINS = "pins"  # in the store's directory
 

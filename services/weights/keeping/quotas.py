@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from common.api.weights import Manifest
-from common.base.errors import MeshError, QuotaExceeded
-from common.mesh.runtime.mesh import Mesh
-from common.state import events, jobs
-from services.weights.keeping.pins import sizes
-from services.weights.keeping.records import JobRecords
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.errors import MeshError, QuotaExceeded
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import events, jobs
+from meshrl.services.weights.keeping.pins import sizes
+from meshrl.services.weights.keeping.records import JobRecords
 
 GIB = 1 << 30
 EVENT = "weights_quota"

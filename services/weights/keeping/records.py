@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from common.base.errors import Damaged
-from common.base.files import damage, documents
-from common.base.files.durable import sync
-from common.base.files.sealed import read_sealed, sealed
-from common.mesh.process.host import Host
-from common.weights.chunks.chunks import failure
-from services.weights.keeping.pins import Pin
-from services.weights.keeping.retention import Number
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files import damage, documents
+from meshrl.common.base.files.durable import sync
+from meshrl.common.base.files.sealed import read_sealed, sealed
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.weights.chunks.chunks import failure
+from meshrl.services.weights.keeping.pins import Pin
+from meshrl.services.weights.keeping.retention import Number
 
 JOBS = "jobs"  # in the store's directory
 IO_S = 30.0  # deadline of one file operation

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.job.config import INITIAL
-from common.records.checkpoints import newest_due
-from common.state.jobs import JobRow
+from meshrl.common.job.config import INITIAL
+from meshrl.common.records.checkpoints import newest_due
+from meshrl.common.state.jobs import JobRow
 
 
 @dataclass(frozen=True, order=True)

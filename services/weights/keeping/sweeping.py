@@ -14,21 +14,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.api.transfer.bulk import GROUPS, PUBLISHED, WEIGHTS
-from common.api.weights import Manifest
-from common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
-from common.base.files import damage
-from common.mesh.runtime.mesh import Mesh
-from common.records.checkpoints import manifest_of, newest_due, set_aside
-from common.state import events, groups, jobs, steps
-from common.state.lifecycle import deleting
-from common.weights.bulk.port import ChunkStore
-from common.weights.chunks.chunks import DamageEvent
-from services.weights.deltas import DeltaSets
-from services.weights.keeping.pins import all_pins
-from services.weights.keeping.quotas import Quotas
-from services.weights.keeping.records import IO_S, JobRecords
-from services.weights.keeping.retention import Number, awaited, due_of, expired, lasting, pinned
+from meshrl.common.api.transfer.bulk import GROUPS, PUBLISHED, WEIGHTS
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
+from meshrl.common.base.files import damage
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.checkpoints import manifest_of, newest_due, set_aside
+from meshrl.common.state import events, groups, jobs, steps
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.chunks.chunks import DamageEvent
+from meshrl.services.weights.deltas import DeltaSets
+from meshrl.services.weights.keeping.pins import all_pins
+from meshrl.services.weights.keeping.quotas import Quotas
+from meshrl.services.weights.keeping.records import IO_S, JobRecords
+from meshrl.services.weights.keeping.retention import (
+    Number,
+    awaited,
+    due_of,
+    expired,
+    lasting,
+    pinned,
+)
 
 T = TypeVar("T")
 SWEEP_S = 5.0

@@ -1,5 +1,5 @@
-"""`python -m services.weights.versions COMMAND RUN ...`: prints what it did or found as JSON, for
-`meshrl weights` to show; of an error its code and text, and exits 1.
+"""`python -m meshrl.services.weights.versions COMMAND RUN ...`: prints what it did or found as
+JSON, for `meshrl weights` to show; of an error its code and text, and exits 1.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import SystemClock
-from common.base.errors import MeshError, to_wire
-from common.weights.layout.manifest import unpacked
-from services.weights.keeping.pins import Pin, pin, sizes, unpin
-from services.weights.keeping.quotas import GIB
-from services.weights.making import check_model, check_out, trouble
-from services.weights.versions.known import RunVersions
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import MeshError, to_wire
+from meshrl.common.weights.layout.manifest import unpacked
+from meshrl.services.weights.keeping.pins import Pin, pin, sizes, unpin
+from meshrl.services.weights.keeping.quotas import GIB
+from meshrl.services.weights.making import check_model, check_out, trouble
+from meshrl.services.weights.versions.known import RunVersions
 
 Answer = dict[str, Any]
 
@@ -58,8 +58,8 @@ def compared(asked: argparse.Namespace) -> Answer:
     run = RunVersions.of(asked.run)
     other = RunVersions.of(asked.other) if asked.other else run
     first, second = run.meant(asked.first), other.meant(asked.second)
-    from services.weights.export import read_tensors
-    from services.weights.versions.comparing import compare
+    from meshrl.services.weights.export import read_tensors
+    from meshrl.services.weights.versions.comparing import compare
 
     before = read_tensors(run.chunks, first.manifest)
     after = read_tensors(other.chunks, second.manifest)
@@ -71,7 +71,7 @@ def exported(asked: argparse.Namespace) -> Answer:
     run = RunVersions.of(asked.run)
     one = run.meant(asked.version)
     check_out(asked.out)  # what loads the model takes seconds
-    from services.weights.versions.exporting import to
+    from meshrl.services.weights.versions.exporting import to
 
     return {"version": asdict(one), "out": asked.out, "bytes": to(run, one, asked.out)}
 
@@ -80,7 +80,7 @@ def copied(asked: argparse.Namespace) -> Answer:
     """Copies versions one after the other. Of each a line is printed as soon as it is there, or as
     it has failed, which keeps no other from its copy.
     """
-    from services.weights.versions.exporting import copy
+    from meshrl.services.weights.versions.exporting import copy
 
     run = RunVersions.of(asked.run)
     done, failed = [], []
@@ -97,7 +97,7 @@ def copied(asked: argparse.Namespace) -> Answer:
 
 def imported(asked: argparse.Namespace) -> Answer:
     check_model(asked.run, asked.out)
-    from services.weights.versions import importing
+    from meshrl.services.weights.versions import importing
 
     return importing.imported(asked.run, asked.out, asked.name, asked.dtype)
 

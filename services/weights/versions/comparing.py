@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.model.files.safetensors_file import NAMES
+from meshrl.common.model.files.safetensors_file import NAMES
 
 AT_ONCE = 1 << 22  # elements that are compared together
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,14 +9,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from common.base.errors import Damaged, NotFound, Refused
-from common.base.files import documents
-from common.base.files.at_url import AtUrl, is_url, without_secrets
-from common.job.bundle.job_data import JobData
-from common.records.checkpoints import files_below
-from services.weights import export
-from services.weights.making import MARKER, making
-from services.weights.versions.known import KnownVersions, RunVersions, StoredVersion
+from meshrl.common.base.errors import Damaged, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.at_url import AtUrl, is_url, without_secrets
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.records.checkpoints import files_below
+from meshrl.services.weights import export
+from meshrl.services.weights.making import MARKER, making
+from meshrl.services.weights.versions.known import KnownVersions, RunVersions, StoredVersion
 
 COPIES = "weights.copies"
 DIGITS = 8  # of a manifest, in the name of a directory

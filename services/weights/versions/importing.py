@@ -13,31 +13,31 @@ from typing import Any
 
 import torch
 
-from common.api.weights import Tensor
-from common.base.clock import SystemClock
-from common.base.errors import Refused
-from common.base.files import documents
-from common.base.files.durable import sync, sync_tree
-from common.base.files.lines import line
-from common.job.bundle import bundle_files
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig, ModelConfigSection
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.files.rows import StoredRows
-from common.model.files.safetensors_file import DTYPES
-from common.model.files.source import nbytes
-from common.model.network.decoder import Decoder
-from common.model.tokens.tokenizer import companions
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.laying import Chunk, Laying, Part, laying
-from common.weights.layout.manifest import packed
-from common.weights.staging import StagedVersion, assembled
-from services.weights.export import fill
-from services.weights.keeping.records import JobVersions, record_path, write_record
-from services.weights.keeping.retention import Number
-from services.weights.making import check_model, making
-from services.weights.versions.known import StoredVersion as Committed
+from meshrl.common.api.weights import Tensor
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.durable import sync, sync_tree
+from meshrl.common.base.files.lines import line
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, ModelConfigSection
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint import load_config
+from meshrl.common.model.files.rows import StoredRows
+from meshrl.common.model.files.safetensors_file import DTYPES
+from meshrl.common.model.files.source import nbytes
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import companions
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.laying import Chunk, Laying, Part, laying
+from meshrl.common.weights.layout.manifest import packed
+from meshrl.common.weights.staging import StagedVersion, assembled
+from meshrl.services.weights.export import fill
+from meshrl.services.weights.keeping.records import JobVersions, record_path, write_record
+from meshrl.services.weights.keeping.retention import Number
+from meshrl.services.weights.making import check_model, making
+from meshrl.services.weights.versions.known import StoredVersion as Committed
 
 BLOCK_BYTES = 64 << 20  # of a parameter that are read at a time
 TYPES = {"float32": "F32", "bfloat16": "BF16"}

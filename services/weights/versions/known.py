@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import Manifest
-from common.base.errors import ConfigError, Damaged, MeshError, NotFound
-from common.base.files import documents
-from common.base.files.lines import whole
-from common.job.config import INITIAL
-from common.records.checkpoints import all_checkpoints, best, manifest_of
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.manifest import unpacked
-from services.weights.keeping.pins import Pin, pins, sizes
-from services.weights.keeping.records import NO_COMMIT, JobVersions, record_in, record_path
-from services.weights.keeping.retention import Number, lasting
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotFound
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.lines import whole
+from meshrl.common.job.config import INITIAL
+from meshrl.common.records.checkpoints import all_checkpoints, best, manifest_of
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.manifest import unpacked
+from meshrl.services.weights.keeping.pins import Pin, pins, sizes
+from meshrl.services.weights.keeping.records import NO_COMMIT, JobVersions, record_in, record_path
+from meshrl.services.weights.keeping.retention import Number, lasting
 
 Checkpoint = tuple[Path, dict[str, Any]]  # the path of its manifest, and what that holds
 COMMITS = ("initial", "step", "lineage", "restored")  # events that name the current version

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from common.base.errors import ConfigError
-from common.job.constraints import Count, FileTable, Name, Natural, NonNegative
-from common.state.pool.demand.measured import kind_of
-from common.state.pool.placing.decisions import Decision, FailJob, FinishMove, Judge
-from common.state.pool.placing.snapshot import PoolHost
-from common.state.pool.store.explained import PLANNED
-from common.state.pool.workers.rows import Resident, Role, Tier, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.decide import decide
-from services.planner.memory import PlannerMemory
-from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.job import JobSpec, SimJob
-from sim.cluster.model.pool import SimPool
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.constraints import Count, FileTable, Name, Natural, NonNegative
+from meshrl.common.state.pool.demand.measured import kind_of
+from meshrl.common.state.pool.placing.decisions import Decision, FailJob, FinishMove, Judge
+from meshrl.common.state.pool.placing.snapshot import PoolHost
+from meshrl.common.state.pool.store.explained import PLANNED
+from meshrl.common.state.pool.workers.rows import Resident, Role, Tier, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.decide import decide
+from meshrl.services.planner.memory import PlannerMemory
+from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.sim.cluster.model.job import JobSpec, SimJob
+from meshrl.sim.cluster.model.pool import SimPool
 
 LOOK_S = 0.5  # between two looks of the planner, as of a mesh
 BALANCE_S = 1.0  # and of the router's balancer

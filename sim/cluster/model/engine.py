@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.speeds import SimSpeed
+from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.sim.cluster.model.speeds import SimSpeed
 
 AHEAD = 512.0  # tokens of progress after which the rate is looked at again, as contexts grow
 DONE = 1e-6  # tokens that count as none

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean as mean
 
-from common.hardware.shapes import ModelShape
-from common.job.config import PlannerConfig
-from common.state.jobs import Phase
-from common.state.pool.demand.measured import Measured, together
-from common.state.pool.demand.needs import Need, PlannedJob
-from common.state.pool.workers.rows import Resident, Role
-from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.engine import SimEngine
-from sim.cluster.model.shard import Shard, SimTrajectory
-from sim.cluster.model.speeds import SimSpeed
-from sim.cluster.model.training import SimTraining, TrainingSpeed
-from sim.cluster.model.workload import SimWorkload
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.measured import Measured, together
+from meshrl.common.state.pool.demand.needs import Need, PlannedJob
+from meshrl.common.state.pool.workers.rows import Resident, Role
+from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.sim.cluster.model.engine import SimEngine
+from meshrl.sim.cluster.model.shard import Shard, SimTrajectory
+from meshrl.sim.cluster.model.speeds import SimSpeed
+from meshrl.sim.cluster.model.training import SimTraining, TrainingSpeed
+from meshrl.sim.cluster.model.workload import SimWorkload
 
 LONGEST = 1 << 20  # tokens of a trajectory, where nothing is said
 ENGINES = 64  # of a shard at most

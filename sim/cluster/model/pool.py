@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from common.base.errors import ConfigError
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import (
     Admit,
     Decision,
     Dissolve,
@@ -17,9 +17,9 @@ from common.state.pool.placing.decisions import (
     Remove,
     Serve,
 )
-from common.state.pool.placing.snapshot import Move, PoolHost, Snapshot
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.pool.placing.snapshot import Move, PoolHost, Snapshot
+from meshrl.common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
 
 
 @dataclass

@@ -8,18 +8,18 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.base.occupancy import Occupancy
-from common.state.pool.demand.measured import MeasuredWork
-from services.rollout.routing import balance, queues
-from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.degree_buckets import MeasuredEngine as Rated
-from services.rollout.routing.lengths import LengthTrees, Past, ToolReturn
-from services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequest
-from services.rollout.routing.stay import AT_ENGINE, TURN
-from services.rollout.worked import IN_FLIGHT, Worked
-from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.engine import SimEngine, SimRequest
-from sim.cluster.model.workload import Script
+from meshrl.common.base.occupancy import Occupancy
+from meshrl.common.state.pool.demand.measured import MeasuredWork
+from meshrl.services.rollout.routing import balance, queues
+from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing.degree_buckets import MeasuredEngine as Rated
+from meshrl.services.rollout.routing.lengths import LengthTrees, Past, ToolReturn
+from meshrl.services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequest
+from meshrl.services.rollout.routing.stay import AT_ENGINE, TURN
+from meshrl.services.rollout.worked import IN_FLIGHT, Worked
+from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.sim.cluster.model.engine import SimEngine, SimRequest
+from meshrl.sim.cluster.model.workload import Script
 
 LOOK_AHEAD = 64  # as of the router
 

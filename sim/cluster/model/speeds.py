@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from common.job.pace import Pace
-from common.state.pool.demand.measured import Curve
-from services.planner.costs.rollout import EngineGang
+from meshrl.common.job.pace import Pace
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.services.planner.costs.rollout import EngineGang
 
 LEAST_S = 1e-9  # of a decode step
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol
 
-from common.hardware.profiles import Accelerator
-from common.hardware.shapes import ModelShape
-from common.job.pace import TrainingPace
-from common.state.pool.demand.measured import MeasuredWork
-from kernels.packing import pack_rounds
-from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
-from sim.cluster.model.agenda import Agenda
+from meshrl.common.hardware.profiles import Accelerator
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.pace import TrainingPace
+from meshrl.common.state.pool.demand.measured import MeasuredWork
+from meshrl.kernels.packing import pack_rounds
+from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork, step_s
+from meshrl.sim.cluster.model.agenda import Agenda
 
 MANY = 64  # micro-batches over which the filling of a pipeline is spread
 

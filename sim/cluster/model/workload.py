@@ -13,9 +13,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
-from common.base.random import Random
-from services.rollout.routing.lengths import ToolReturn
-from sim.drift import Drift
+from meshrl.common.base.random import Random
+from meshrl.services.rollout.routing.lengths import ToolReturn
+from meshrl.sim.drift import Drift
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from common.base.errors import NotFound
-from common.base.files import lines
-from common.state.events import Event
-from common.state.pool.workers.rows import Role
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files import lines
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.workers.rows import Role
 from meshrl.job.toml.writing import to_toml
 from meshrl.view.history.gangs import Span, spans
 from meshrl.view.recording.recorded import job_of, read_events

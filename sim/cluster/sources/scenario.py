@@ -14,9 +14,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from common.base.errors import ConfigError
-from common.job.config import PlannerConfig
-from common.job.constraints import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.job.constraints import (
     Count,
     File,
     FileTable,
@@ -28,10 +28,10 @@ from common.job.constraints import (
     Text,
     Whole,
 )
-from common.job.schema import Schema
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.job.schema import Schema
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.job.toml import reading
-from sim.cluster.model.cluster import SimFailure, SimHosts, Switches
+from meshrl.sim.cluster.model.cluster import SimFailure, SimHosts, Switches
 
 
 @dataclass(frozen=True)

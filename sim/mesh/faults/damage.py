@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.digest import digest_of
-from common.base.files.damage import QUARANTINE
-from common.base.files.durable import sync
-from common.base.random import Random
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.files.damage import QUARANTINE
+from meshrl.common.base.files.durable import sync
+from meshrl.common.base.random import Random
 
 UNREAD_NS = 1  # access time of a damaged file until somebody reads it
-# Kinds of durable files (`common.base.files.damage.FATES`) of a virtual mesh, by where they lie.
-# Its recorder, launcher and Redis are not the product's own: what those write is spared.
+# Kinds of durable files (`meshrl.common.base.files.damage.FATES`) of a virtual mesh, by where they
+# lie. Its recorder, launcher and Redis are not the product's own: what those write is spared.
 PLACES: dict[str, str] = {
     "checkpoint": "checkpoints/*.json",
     "state": "checkpoints/*/state/*",

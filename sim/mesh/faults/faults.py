@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.base.random import Random
-from sim.mesh.faults.damage import Spoiler
-from sim.mesh.world.world import World
-from sim.network import Faults
-from sim.process import VirtualProcess
+from meshrl.common.base.random import Random
+from meshrl.sim.mesh.faults.damage import Spoiler
+from meshrl.sim.mesh.world.world import World
+from meshrl.sim.network import Faults
+from meshrl.sim.process import VirtualProcess
 
 LONGEST_STOP_S = 20.0
 LONGEST_JUMP_S = 3600.0  # of a host's wall clock

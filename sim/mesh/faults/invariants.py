@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.digest import digest_of
-from common.base.files.damage import EVENT, QUARANTINE
-from sim.mesh.faults.damage import APPENDED, named_in, unnoticed
-from sim.mesh.faults.witness import Facts
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.files.damage import EVENT, QUARANTINE
+from meshrl.sim.mesh.faults.damage import APPENDED, named_in, unnoticed
+from meshrl.sim.mesh.faults.witness import Facts
 
 Violations = Iterator[str]
 _FRAME = struct.Struct("<IIB")

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.api.transfer.bulk import GROUPS, WEIGHTS
-from common.api.weights import Group
-from common.base.digest import digest_of
-from common.base.encoding.blob import unpack
-from common.state.redis.keys import EVENTS
-from common.weights.chunks.chunks import ChunkStore
-from sim.mesh.faults.damage import Damage, unnoticed
-from sim.mesh.world.redis import VirtualRedis, script_of
+from meshrl.common.api.transfer.bulk import GROUPS, WEIGHTS
+from meshrl.common.api.weights import Group
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.state.redis.keys import EVENTS
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.sim.mesh.faults.damage import Damage, unnoticed
+from meshrl.sim.mesh.world.redis import VirtualRedis, script_of
 
 Told = tuple[str, dict[str, Any]]  # kind and fields of an event
 
@@ -27,7 +27,7 @@ class WitnessedGroup:
     """A group as it lay in the store when a step that trains on it was about to be committed."""
 
     oldest: int  # lowest version of a token that was trained; -1: none was
-    foreign_above: int  # see common.base.lineages
+    foreign_above: int  # see meshrl.common.base.lineages
 
 
 @dataclass

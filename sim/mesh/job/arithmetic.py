@@ -17,24 +17,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.api.ranks import Meeting
-from common.base.errors import DeadlineExceeded, RankLost, Refused
-from common.job.bundle.job_data import JobData
-from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.state.pool.workers.seat import Seat
-from common.weights.layout.laying import Part
-from services.trainer.arithmetic.gradient_sum import GradientSum
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.arithmetic.memory import LearnerMemory
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.division import EvenDivision
-from services.trainer.bins.packing import Bin
-from services.trainer.ranks.rank import Rank
-from services.trainer.rows.saved import MASTER, SavedRows
-from services.trainer.running import Arithmetic
-from sim.machine import Machine, owner, takes
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.base.errors import DeadlineExceeded, RankLost, Refused
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.layout.laying import Part
+from meshrl.services.trainer.arithmetic.gradient_sum import GradientSum
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.arithmetic.memory import LearnerMemory
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.division import EvenDivision
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.rows.saved import MASTER, SavedRows
+from meshrl.services.trainer.running import Arithmetic
+from meshrl.sim.machine import Machine, owner, takes
 
 GRADIENT_S = 3.0  # of one bin
 UPDATE_S = 1.0

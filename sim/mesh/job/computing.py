@@ -9,16 +9,16 @@ from typing import cast
 
 import numpy as np
 
-from common.base.clock import Clock
-from common.generation.contract import Request
-from common.generation.counter import key_of, uniforms
-from common.job.bundle.job_data import JobData
-from common.state.pool.workers.seat import Seat
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.ranks.rank import Rank
-from sim.engines.simulated import NORMAL, SimulatedEngine
-from sim.mesh.job.arithmetic import TinyAlone, TinyArithmetic, TinyLearner
-from sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
+from meshrl.common.base.clock import Clock
+from meshrl.common.generation.contract import Request
+from meshrl.common.generation.counter import key_of, uniforms
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.sim.engines.simulated import NORMAL, SimulatedEngine
+from meshrl.sim.mesh.job.arithmetic import TinyAlone, TinyArithmetic, TinyLearner
+from meshrl.sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
 
 AT_ONCE_S = 0.001  # what arithmetic takes without its pace
 

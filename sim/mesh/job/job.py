@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.job.config import (
+from meshrl.common.job.config import (
     AlgorithmConfig,
     BudgetConfig,
     DatasetConfig,
@@ -20,9 +20,9 @@ from common.job.config import (
     TrackingConfig,
     TrainingConfig,
 )
-from common.model.tokens.tokenizer import character_tokenizer
-from sim.mesh.job.arithmetic import MODEL
-from sim.mesh.job.workload import PacedWorkload
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.sim.mesh.job.arithmetic import MODEL
+from meshrl.sim.mesh.job.workload import PacedWorkload
 
 JOB = "simulated"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;+-*/=()[]{}<>?!#$%&@^_"
@@ -46,7 +46,9 @@ def config_of(
         mesh=MeshConfig(workers=workers),
         model=ModelConfigSection(config=MODEL),
         dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
-        environment=EnvironmentConfig(use="sim.mesh.job.task:Question", step_deadline_s=10.0),
+        environment=EnvironmentConfig(
+            use="meshrl.sim.mesh.job.task:Question", step_deadline_s=10.0
+        ),
         rollout=RolloutConfig(shards=shards, slots=8, max_tokens=64, max_turns=2, stop=["#"]),
         algorithm=AlgorithmConfig(group_size=3, groups_per_step=3, max_staleness=2, min_group=2),
         training=TrainingConfig(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.job.config import (
+from meshrl.common.job.config import (
     AlgorithmConfig,
     BudgetConfig,
     DatasetConfig,
@@ -22,8 +22,8 @@ from common.job.config import (
     RolloutConfig,
     TrainingConfig,
 )
-from sim.drift import Drift
-from sim.mesh.job.arithmetic import MODEL
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.arithmetic import MODEL
 
 LONGEST = 256  # tokens of a trajectory; a longer one is cut there
 SLOTS = 64  # of an engine: its pace, not its slots, says how many are worth it
@@ -94,7 +94,7 @@ class PacedWorkload:
             model=ModelConfigSection(config=MODEL),
             dataset=DatasetConfig(train="train.jsonl", held_out="held_out.jsonl"),
             environment=EnvironmentConfig(
-                use="sim.mesh.job.task:Talk", step_deadline_s=120.0, threads=AT_ONCE
+                use="meshrl.sim.mesh.job.task:Talk", step_deadline_s=120.0, threads=AT_ONCE
             ),
             rollout=RolloutConfig(
                 slots=SLOTS,

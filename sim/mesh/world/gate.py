@@ -7,18 +7,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from common.base.errors import Damaged, StateUnavailable, StorageFull
-from common.base.files import damage
-from common.state import events
-from common.state.redis.client import State
-from common.state.server import rollback
-from common.state.server.rollback import RollbackMark
+from meshrl.common.base.errors import Damaged, StateUnavailable, StorageFull
+from meshrl.common.base.files import damage
+from meshrl.common.state import events
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server import rollback
+from meshrl.common.state.server.rollback import RollbackMark
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.guard import INTERVAL_S
 from meshrl.launch.redis.note import Note
 from meshrl.launch.redis.recorded import RunRecord
-from sim.mesh.world.redis import VirtualRedis
+from meshrl.sim.mesh.world.redis import VirtualRedis
 
 
 class VirtualGate:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from common.mesh.process.handle import Child
-from common.mesh.process.supervision.ended import EndReport, Reports
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
-from common.state.redis.client import State
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.state.redis.client import State
 from meshrl.launch.services import absolving, plan
 from meshrl.launch.services.services import BUDGET, GRACE_S
-from sim.loop import VirtualClock
-from sim.machine import ProcessHost
-from sim.mesh.world.programs import HOST
-from sim.process import VirtualProcess
+from meshrl.sim.loop import VirtualClock
+from meshrl.sim.machine import ProcessHost
+from meshrl.sim.mesh.world.programs import HOST
+from meshrl.sim.process import VirtualProcess
 
 
 class VirtualLauncher(Hooks):

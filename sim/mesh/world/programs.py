@@ -13,35 +13,35 @@ from typing import Any
 
 import msgpack
 
-from common.api.calls.callers import CALLERS
-from common.api.weights import STORE
-from common.environment.framing import packed
-from common.generation.contract import TokenEngine
-from common.job.bundle.job_data import JobData
-from common.mesh.runtime.lease import LOST
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.state.pool.workers import names
-from common.state.pool.workers.seat import Seat, parser
-from common.state.redis.client import State
-from services.engine import running as engine_running
-from services.engine.service import EngineService
-from services.environment import environments
-from services.node import __main__ as node
-from services.node import worker
-from services.planner import __main__ as planner
-from services.rollout import __main__ as rollout
-from services.trainer import running as trainer_running
-from services.weights import __main__ as weights
-from sim.engines.simulated import SimulatedEngine
-from sim.machine import Machine, ProcessHost
-from sim.mesh.job.arithmetic import TinyArithmetic
-from sim.mesh.job.computing import PacedArithmetic, SteppedEngine
-from sim.mesh.job.task import owed_s
-from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.world.redis import VirtualRedis, state_of
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.process import Program, VirtualProcess
+from meshrl.common.api.calls.callers import CALLERS
+from meshrl.common.api.weights import STORE
+from meshrl.common.environment.framing import packed
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.lease import LOST
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.state.pool.workers import names
+from meshrl.common.state.pool.workers.seat import Seat, parser
+from meshrl.common.state.redis.client import State
+from meshrl.services.engine import running as engine_running
+from meshrl.services.engine.service import EngineService
+from meshrl.services.environment import environments
+from meshrl.services.node import __main__ as node
+from meshrl.services.node import worker
+from meshrl.services.planner import __main__ as planner
+from meshrl.services.rollout import __main__ as rollout
+from meshrl.services.trainer import running as trainer_running
+from meshrl.services.weights import __main__ as weights
+from meshrl.sim.engines.simulated import SimulatedEngine
+from meshrl.sim.machine import Machine, ProcessHost
+from meshrl.sim.mesh.job.arithmetic import TinyArithmetic
+from meshrl.sim.mesh.job.computing import PacedArithmetic, SteppedEngine
+from meshrl.sim.mesh.job.task import owed_s
+from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.mesh.world.redis import VirtualRedis, state_of
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.process import Program, VirtualProcess
 
 HOST = "one"  # the id of the one host
 START_S = 1.2  # mean of what a process needs for its imports
@@ -100,14 +100,14 @@ class Surroundings:
     def programs(self) -> dict[str, Program]:
         """By the module that a command line names; each begins with its imports."""
         programs = {
-            "services.planner": self._planner,
-            "services.weights": self._weights,
-            "services.rollout": self._rollout,
-            "services.node": self._node,
-            "services.node.worker": self._worker,
-            "services.engine": self._engine,
-            "services.trainer": self._trainer,
-            "services.environment": self._environment,
+            "meshrl.services.planner": self._planner,
+            "meshrl.services.weights": self._weights,
+            "meshrl.services.rollout": self._rollout,
+            "meshrl.services.node": self._node,
+            "meshrl.services.node.worker": self._worker,
+            "meshrl.services.engine": self._engine,
+            "meshrl.services.trainer": self._trainer,
+            "meshrl.services.environment": self._environment,
         }
         return {module: partial(self._begin, program) for module, program in programs.items()}
 
@@ -172,7 +172,8 @@ class Surroundings:
         served.close()
 
     async def _threaded(self, process: VirtualProcess, served: environments.Environments) -> None:
-        """What each operation takes, it says (`sim.mesh.job.task.waits`); the others go on."""
+        """What each operation takes, it says (`meshrl.sim.mesh.job.task.waits`); the others go
+        on."""
         answers: set[asyncio.Task[None]] = set()
 
         async def answer(number: int, *operation: Any) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.base.random import Random
-from common.state.redis.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
-from sim.machine import MachineClock
-from sim.process import VirtualProcess
-from sim.redis.client import SimulatedRedis, SimulatedSyncRedis
-from sim.redis.server import RedisServer
+from meshrl.common.base.random import Random
+from meshrl.common.state.redis.client import RENEWAL_RETRIES, RETRIES, SCRIPTS, State, script_source
+from meshrl.sim.machine import MachineClock
+from meshrl.sim.process import VirtualProcess
+from meshrl.sim.redis.client import SimulatedRedis, SimulatedSyncRedis
+from meshrl.sim.redis.server import RedisServer
 
 LATENCY_S = 0.0004  # mean from a command to its execution, when all is well
 DELAYED = 0.2  # share of commands that are not executed at once even then

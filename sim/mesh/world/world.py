@@ -9,32 +9,32 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import MeshError, StateUnavailable, StorageFull
-from common.base.files.lines import LineFile
-from common.base.random import Random
-from common.mesh.process.supervision.ended import forget_all
-from common.mesh.runtime.patience import patiently
-from common.state import events, jobs, registry
-from common.state.pool.store.store import write_settings
-from common.state.pool.workers.settings import PoolSettings
-from common.state.redis.client import State
-from common.state.server.rollback import JobMark
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError, StateUnavailable, StorageFull
+from meshrl.common.base.files.lines import LineFile
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.supervision.ended import forget_all
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state.pool.store.store import write_settings
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server.rollback import JobMark
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.services import plan
+from meshrl.sim.loop import VirtualLoop
+from meshrl.sim.machine import Machine, MachineClock
+from meshrl.sim.mesh.job.job import JOB, config_of, document_of, runs_of
+from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.mesh.world.gate import VirtualGate
+from meshrl.sim.mesh.world.launcher import VirtualLauncher
+from meshrl.sim.mesh.world.programs import HOST, Surroundings
+from meshrl.sim.mesh.world.redis import VirtualRedis, state_of
+from meshrl.sim.network import MemoryNetwork
+from meshrl.sim.process import VirtualProcess
+from meshrl.sim.record import EventRecord
 from meshrl.view.recording.recorded import EVENTS, event_of
 from meshrl.view.recording.recorder import LOOK_S
-from sim.loop import VirtualLoop
-from sim.machine import Machine, MachineClock
-from sim.mesh.job.job import JOB, config_of, document_of, runs_of
-from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.world.gate import VirtualGate
-from sim.mesh.world.launcher import VirtualLauncher
-from sim.mesh.world.programs import HOST, Surroundings
-from sim.mesh.world.redis import VirtualRedis, state_of
-from sim.network import MemoryNetwork
-from sim.process import VirtualProcess
-from sim.record import EventRecord
 
 BOOT_S = 3.0  # from a power cut until the mesh is started again
 

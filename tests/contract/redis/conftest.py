@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from sim.redis.client import SimulatedSyncRedis
-from sim.redis.server import RedisServer
+from meshrl.sim.redis.client import SimulatedSyncRedis
+from meshrl.sim.redis.server import RedisServer
 from tests.contract.state.state_bench import HandClock, Server
 
 REAL = [

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.redis.client import SimulatedSyncRedis
-from sim.redis.server import RedisServer
+from meshrl.sim.redis.client import SimulatedSyncRedis
+from meshrl.sim.redis.server import RedisServer
 from tests.contract.redis.conftest import Pair, outcome
 from tests.contract.state.state_bench import HandClock
 

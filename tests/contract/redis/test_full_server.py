@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from sim.redis.server import Full
+from meshrl.sim.redis.server import Full
 from tests.contract.redis.conftest import Pair
 
 STEPS: list[tuple[Any, ...]] = [

@@ -9,8 +9,8 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from common.state.hosts.rights import COMMANDS, SCRIPTS, keys_of_script
-from common.state.redis.client import State, script_source
+from meshrl.common.state.hosts.rights import COMMANDS, SCRIPTS, keys_of_script
+from meshrl.common.state.redis.client import State, script_source
 
 SCRIPT_OF = {script_source(name)[1]: name for name in SCRIPTS}
 # What scripts let go of is other scripts' too; a server that has none yet is sent their texts.

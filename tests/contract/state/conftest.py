@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from common.state.redis.client import State
-from sim.redis.state import simulated_state
+from meshrl.common.state.redis.client import State
+from meshrl.sim.redis.state import simulated_state
 from tests.contract.state.by_script import restricted
 from tests.contract.state.state_bench import Bench, HandClock, Server
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import redis
 
-from common.state import groups, jobs, steps
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.state.registry import Entry, evict, lookup, register
+from meshrl.common.state import groups, jobs, steps
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry, evict, lookup, register
 from tests.load import scaled
 
 JOB = "job"

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import DeadlineExceeded, Refused
-from common.state.hosts import admission
-from common.state.pool.placing.snapshot import NOTICE, PoolRequest
-from common.state.pool.store import store as pool
-from common.state.redis.client import State
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.state.hosts import admission
+from meshrl.common.state.pool.placing.snapshot import NOTICE, PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.client import State
 from tests.contract.state.state_bench import Bench
 
 ABOUT = {"host": "gpu1-1f3a9c", "nested": {"roles": ["node"]}}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import NotFound
-from common.job.changing import changed
-from common.state import events, jobs
+from meshrl.common.base.errors import NotFound
+from meshrl.common.job.changing import changed
+from meshrl.common.state import events, jobs
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document
 from tests.contract.state.test_state_evaluations import EVALUATOR, trained_to
 

@@ -6,15 +6,15 @@ import uuid
 
 import pytest
 
-from common.base.errors import Fenced, NotFound, Refused
-from common.mesh.process.supervision import ended
-from common.state import events, groups, jobs, leader, readers, registry
-from common.state.lifecycle import deleting
-from common.state.pool.placing.decisions import Admit, Form, Serve, Why
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import WorkerRow
-from common.state.redis.client import State
+from meshrl.common.base.errors import Fenced, NotFound, Refused
+from meshrl.common.mesh.process.supervision import ended
+from meshrl.common.state import events, groups, jobs, leader, readers, registry
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.state.pool.placing.decisions import Admit, Form, Serve, Why
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 WHY = Why("default")

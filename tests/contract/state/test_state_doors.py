@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import Refused
-from common.state import registry
-from common.state.hosts import doors
-from common.state.hosts.doors import Row
-from common.state.redis.client import State, SyncClient
-from common.state.redis.keys import MESH
-from common.state.registry import Entry, Renewal
+from meshrl.common.base.errors import Refused
+from meshrl.common.state import registry
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.hosts.doors import Row
+from meshrl.common.state.redis.client import State, SyncClient
+from meshrl.common.state.redis.keys import MESH
+from meshrl.common.state.registry import Entry, Renewal
 from tests.contract.state.state_bench import Bench
 
 HOST, OTHER = "gpu1-1f3a9c", "gpu2-77aa01"

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.base.errors import ConfigError, PeerLost
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.supervision.ended import EndReport, ended, tell
-from common.state import events, jobs
-from common.state.redis.keys import job_prefix
-from common.state.registry import Entry, register
+from meshrl.common.base.errors import ConfigError, PeerLost
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.supervision.ended import EndReport, ended, tell
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis.keys import job_prefix
+from meshrl.common.state.registry import Entry, register
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 ODD = Failure.of(ValueError("odd"))

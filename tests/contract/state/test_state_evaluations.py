@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.state import events, jobs, steps
+from meshrl.common.state import events, jobs, steps
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, Seats, document
 
 EVALUATOR = "evaluator"

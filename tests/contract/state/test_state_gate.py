@@ -19,11 +19,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from common.base.lineages import NATIVE
-from common.state import events, groups, jobs, steps
-from common.state.lifecycle import accounting
-from common.state.redis.client import State
-from sim.redis.state import simulated_state
+from meshrl.common.base.lineages import NATIVE
+from meshrl.common.state import events, groups, jobs, steps
+from meshrl.common.state.lifecycle import accounting
+from meshrl.common.state.redis.client import State
+from meshrl.sim.redis.state import simulated_state
 from tests.contract.state.state_bench import (
     JOB,
     SHARD,

@@ -6,12 +6,12 @@ import uuid
 
 import pytest
 
-from common.base.errors import Fenced, NotFound, Refused
-from common.state import events, groups, jobs, leader, registry, steps
-from common.state.groups import LeasedGroups, LeaseWait
-from common.state.pool.placing.decisions import Admit, Why
-from common.state.pool.store import store as pool
-from common.state.redis.client import State
+from meshrl.common.base.errors import Fenced, NotFound, Refused
+from meshrl.common.state import events, groups, jobs, leader, registry, steps
+from meshrl.common.state.groups import LeasedGroups, LeaseWait
+from meshrl.common.state.pool.placing.decisions import Admit, Why
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 

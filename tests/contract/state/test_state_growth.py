@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from common.state import events, readers, steps
-from common.state.redis.client import State
+from meshrl.common.state import events, readers, steps
+from meshrl.common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, Bench, Seats, Server
 
 RECORDER = readers.recorder_of(JOB)

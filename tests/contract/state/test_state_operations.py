@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import inspect
 
-from common.mesh.runtime.patience import patiently
-from common.state import groups
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.state import groups
 from tests.contract.state.state_bench import JOB, SHARD, Bench, Seats
 
 LET_GO_MS = 121_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import NotFound
-from common.state import groups, jobs
+from meshrl.common.base.errors import NotFound
+from meshrl.common.state import groups, jobs
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import Fenced, Refused
-from common.mesh.process.supervision import ended
-from common.state import events, jobs, leader, registry
-from common.state.pool.demand import measured
-from common.state.pool.demand.measured import LEVELS, Curve, Lengths, MeasuredWork
-from common.state.pool.demand.needs import Need
-from common.state.pool.placing.decisions import (
+from meshrl.common.base.errors import Fenced, Refused
+from meshrl.common.mesh.process.supervision import ended
+from meshrl.common.state import events, jobs, leader, registry
+from meshrl.common.state.pool.demand import measured
+from meshrl.common.state.pool.demand.measured import LEVELS, Curve, Lengths, MeasuredWork
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.placing.decisions import (
     Admit,
     Decline,
     Dissolve,
@@ -26,11 +26,11 @@ from common.state.pool.placing.decisions import (
     Serve,
     Why,
 )
-from common.state.pool.placing.snapshot import Move, PoolRequest
-from common.state.pool.store import store as pool
-from common.state.pool.store.explained import Explained
-from common.state.pool.store.fitting import offers, refuse_what_never_fits
-from common.state.pool.workers.rows import (
+from meshrl.common.state.pool.placing.snapshot import Move, PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store.explained import Explained
+from meshrl.common.state.pool.store.fitting import offers, refuse_what_never_fits
+from meshrl.common.state.pool.workers.rows import (
     Budget,
     Doing,
     Gang,
@@ -40,8 +40,8 @@ from common.state.pool.workers.rows import (
     Tier,
     WorkerRow,
 )
-from common.state.pool.workers.settings import PoolSettings
-from common.state.redis.client import State
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, Bench, document
 from tests.load import scaled
 

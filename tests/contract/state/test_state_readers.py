@@ -6,10 +6,10 @@ import uuid
 
 import pytest
 
-from common.base.errors import HistoryLost
-from common.state import events, groups, jobs, readers, steps
-from common.state.lifecycle import accounting
-from common.state.redis.client import State
+from meshrl.common.base.errors import HistoryLost
+from meshrl.common.state import events, groups, jobs, readers, steps
+from meshrl.common.state.lifecycle import accounting
+from meshrl.common.state.redis.client import State
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 RECORDER = readers.recorder_of(JOB)

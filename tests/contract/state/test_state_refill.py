@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import Refused
-from common.state import events, groups, jobs
-from common.state.groups import LeaseWait
-from common.state.lifecycle import accounting
+from meshrl.common.base.errors import Refused
+from meshrl.common.state import events, groups, jobs
+from meshrl.common.state.groups import LeaseWait
+from meshrl.common.state.lifecycle import accounting
 from tests.contract.state.state_bench import JOB, TRAINER, Bench
 
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from common.base.errors import Fenced, Refused
-from common.state import events, leader, registry
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
-from common.state.registry import LEASE_MS, Entry
-from sim.redis.state import simulated_state
+from meshrl.common.base.errors import Fenced, Refused
+from meshrl.common.state import events, leader, registry
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
+from meshrl.common.state.registry import LEASE_MS, Entry
+from meshrl.sim.redis.state import simulated_state
 from tests.contract.state.state_bench import Bench, HandClock
 
 LONG_MS = 600_000

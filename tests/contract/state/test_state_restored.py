@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.state import events, jobs, steps
-from common.state.steps import IDS_APART
+from meshrl.common.state import events, jobs, steps
+from meshrl.common.state.steps import IDS_APART
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 
 

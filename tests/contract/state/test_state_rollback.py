@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from common.base.errors import Fenced
-from common.state import events, jobs, registry, steps
-from common.state.lifecycle import deleting
-from common.state.redis.keys import EVENTS, TRIMMED
-from common.state.server import rollback
-from common.state.server.rollback import JobMark, RollbackMark
+from meshrl.common.base.errors import Fenced
+from meshrl.common.state import events, jobs, registry, steps
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.state.redis.keys import EVENTS, TRIMMED
+from meshrl.common.state.server import rollback
+from meshrl.common.state.server.rollback import JobMark, RollbackMark
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats
 
 

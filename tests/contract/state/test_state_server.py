@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from redis.exceptions import ResponseError
 
-from common.base.errors import StateUnavailable
-from common.state import events, groups, jobs, registry
-from common.state.lifecycle import accounting
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.state import events, groups, jobs, registry
+from meshrl.common.state.lifecycle import accounting
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
 from tests.contract.state.state_bench import JOB, SHARD, Bench, Server, binary_of, running_server
 
 SERVERS = [

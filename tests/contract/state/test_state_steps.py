@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import Fenced, Refused
-from common.base.lineages import NATIVE
-from common.state import events, groups, jobs, steps
-from common.state.lifecycle import accounting
-from common.state.steps import Committed
+from meshrl.common.base.errors import Fenced, Refused
+from meshrl.common.base.lineages import NATIVE
+from meshrl.common.state import events, groups, jobs, steps
+from meshrl.common.state.lifecycle import accounting
+from meshrl.common.state.steps import Committed
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 
 

@@ -15,10 +15,10 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from common.base.encoding.messages import Frame
-from common.base.random import Random
-from common.mesh.transport.address import endpoint_of
-from common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.mesh.transport.zmq import ZmqTransport
 from tests.load import scaled
 from tests.meshes import keys_of
 from tests.unit.common.mesh.runtime.talking import until
@@ -121,8 +121,8 @@ async def test_connections_that_come_and_go_leave_nothing() -> None:
 
 PROGRAM = """
 import asyncio, time
-from common.mesh.transport.keys import ProcessKeys
-from common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.keys import ProcessKeys
+from meshrl.common.mesh.transport.zmq import ZmqTransport
 async def main():
     anybody = lambda keys: [("rollout@here",) for _ in keys]
     transport = ZmqTransport(keys=ProcessKeys(anybody, time.monotonic))

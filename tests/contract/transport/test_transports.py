@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.encoding.messages import Frame
-from common.base.random import Random
-from common.mesh.transport.base import Frames, Peer, Transport
-from common.mesh.transport.pump import JOIN_BYTES
-from common.mesh.transport.zmq import ZmqTransport
-from sim.network import MemoryNetwork, MemoryTransport
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.transport.base import Frames, Peer, Transport
+from meshrl.common.mesh.transport.pump import JOIN_BYTES
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
 from tests.load import scaled
 from tests.meshes import keys_of
 from tests.unit.common.mesh.runtime.talking import until

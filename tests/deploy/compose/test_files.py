@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from services.sandbox.jail.confinement.allowed import ALWAYS
+from meshrl.services.sandbox.jail.confinement.allowed import ALWAYS
 from tests.deploy.compose.project import FOLDER
 
 

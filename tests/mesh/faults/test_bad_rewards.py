@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from common.base.files import lines
+from meshrl.common.base.files import lines
 from meshrl.view.history import samples
 from tests.mesh.jobs import digits
 from tests.mesh.running import Run

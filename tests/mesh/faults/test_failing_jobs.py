@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from common.job.bundle import bundle_files
-from common.mesh.process.supervision.ended import ended
-from common.state import events, jobs
 from meshrl.commands.status import diagnosed
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.process.supervision.ended import ended
+from meshrl.common.state import events, jobs
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
 from meshrl.launch.head.launcher import Launcher

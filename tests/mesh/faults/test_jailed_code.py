@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from common.records.ledger import Kind
+from meshrl.common.records.ledger import Kind
 from tests.mesh.running import Run, slow_pace
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.api.transfer.bulk import GROUPS
-from common.api.weights import Group
-from common.base.encoding.blob import unpack
-from common.records import ledger
-from common.records.ledger import Kind, trajectory_id
-from common.weights.chunks.chunks import ChunkStore
+from meshrl.common.api.transfer.bulk import GROUPS
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.records import ledger
+from meshrl.common.records.ledger import Kind, trajectory_id
+from meshrl.common.weights.chunks.chunks import ChunkStore
 from meshrl.launch.leftovers import belonging_to
-from services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
 from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)
@@ -99,7 +99,9 @@ def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
         def loading() -> int:
             """A trainer's process as the machine shows it: the mesh would tell a second later."""
             fresh = set(belonging_to(mesh.directory / "mesh/settings.json")) - killed
-            return next((pid for pid in fresh if b"services.trainer" in command_line(pid)), 0)
+            return next(
+                (pid for pid in fresh if b"meshrl.services.trainer" in command_line(pid)), 0
+            )
 
         pid = mesh.until("a role process that loads", loading)
         os.kill(pid, signal.SIGKILL)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.state import jobs
-from common.state.pool.workers.seat import Seat
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.job import bundle, jobfile
 from tests.mesh.elastic import JOB_FILE, RANK_MAIN, ElasticMesh
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.host.settings import REDIS_ENV, MeshSettings
-from common.mesh.process.forking.birth import NURSERY_ENV
+from meshrl.common.base.host.settings import REDIS_ENV, MeshSettings
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from common.base.host.settings import REDIS_ENV, MeshSettings
-from common.state import jobs
-from common.state.redis.client import asked_once, sync_client
-from common.state.redis.keys import MESH
+from meshrl.common.base.host.settings import REDIS_ENV, MeshSettings
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import asked_once, sync_client
+from meshrl.common.state.redis.keys import MESH
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
 from meshrl.launch.head.launcher import Launcher

@@ -13,13 +13,13 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from common.base.host.settings import MeshSettings, redis_password
-from common.mesh.access import owner
-from common.state import events, jobs
-from common.state.hosts import rights
-from common.state.redis import embedded
-from common.state.redis.client import State
 from meshrl.cli import app
+from meshrl.common.base.host.settings import MeshSettings, redis_password
+from meshrl.common.mesh.access import owner
+from meshrl.common.state import events, jobs
+from meshrl.common.state.hosts import rights
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.state import jobs, registry
-from common.state.pool.store import store as pool
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.state import events, jobs, registry
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from common.base.host.settings import REDIS_ENV, MeshSettings
 from meshrl import health
+from meshrl.common.base.host.settings import REDIS_ENV, MeshSettings
 from meshrl.directory.places import MeshPlace, read_if_whole
 from meshrl.launch import leftovers
 from tests.load import scaled

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from common.records.checkpoints import all_checkpoints, verified
-from common.state import events, jobs, registry
-from common.state.pool.store import store as pool
 from meshrl.commands.logs import RemoteLogs
+from meshrl.common.records.checkpoints import all_checkpoints, verified
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import pytest
 from typer.testing import CliRunner
 
-from common.state import events, jobs, registry
-from common.state.events import Event
-from common.state.pool.store import store as pool
 from meshrl.cli import app
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher

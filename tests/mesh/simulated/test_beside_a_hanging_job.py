@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.state import events, groups, jobs
-from common.state.lifecycle.accounting import account
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
-from sim.process import VirtualProcess
+from meshrl.common.state import events, groups, jobs
+from meshrl.common.state.lifecycle.accounting import account
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.process import VirtualProcess
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS, WORKERS = 3, 4
@@ -24,7 +24,7 @@ CLOSING_S = 60.0  # for the processes of jobs that have ended
 
 def hang(world: World) -> None:
     """Environments of one job take what they are told, and answer nothing."""
-    answering = world.machine.programs["services.environment"]
+    answering = world.machine.programs["meshrl.services.environment"]
 
     async def environment(process: VirtualProcess, argv: list[str]) -> None:
         if HANGING not in " ".join(argv):
@@ -32,7 +32,7 @@ def hang(world: World) -> None:
         while await process.channel.to_child.get() is not None:
             pass
 
-    world.machine.programs["services.environment"] = environment
+    world.machine.programs["meshrl.services.environment"] = environment
 
 
 def of_jobs(world: World) -> set[str]:

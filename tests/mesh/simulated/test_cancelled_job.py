@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.state import events, groups, jobs
-from common.state.lifecycle.accounting import account
-from common.state.pool.store import store as pool
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.state import events, groups, jobs
+from meshrl.common.state.lifecycle.accounting import account
+from meshrl.common.state.pool.store import store as pool
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS = 3

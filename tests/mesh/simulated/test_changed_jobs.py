@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.job.changing import changed
-from common.state import jobs
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.job.changing import changed
+from meshrl.common.state import jobs
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS, EVERY = 12, 3  # a checkpoint every third step

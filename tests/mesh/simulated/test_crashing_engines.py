@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.state import events, jobs, registry
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.state import events, jobs, registry
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 SEES_S = 300.0  # by then the job has failed

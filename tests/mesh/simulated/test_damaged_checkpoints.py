@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from common.api.weights import Manifest
-from common.base.digest import digest_of_file
-from common.base.encoding.blob import unpack
-from common.records.checkpoints import STATE, manifest_of
-from common.state import events, groups, jobs
-from common.state.lifecycle.accounting import account
-from common.weights.chunks.chunks import ChunkStore
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.records.checkpoints import STATE, manifest_of
+from meshrl.common.state import events, groups, jobs
+from meshrl.common.state.lifecycle.accounting import account
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS = 9

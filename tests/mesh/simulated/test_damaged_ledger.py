@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from common.base.files.damage import EVENT, QUARANTINE
-from common.records import ledger
-from common.state import events, groups
-from common.state.lifecycle.accounting import account
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.base.files.damage import EVENT, QUARANTINE
+from meshrl.common.records import ledger
+from meshrl.common.state import events, groups
+from meshrl.common.state.lifecycle.accounting import account
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 DAMAGED_AT_S = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.mesh.running import MeshPlan, play
+from meshrl.sim.mesh.running import MeshPlan, play
 
 FAULTS = "all"
 SEEDS = 100

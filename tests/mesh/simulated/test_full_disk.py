@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from common.records import ledger
-from common.state import events, groups, jobs, registry
-from common.state.lifecycle.accounting import account
-from services.rollout.shard import RolloutShard
-from services.rollout.trajectories.trajectory import Restored
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.records import ledger
+from meshrl.common.state import events, groups, jobs, registry
+from meshrl.common.state.lifecycle.accounting import account
+from meshrl.services.rollout.shard import RolloutShard
+from meshrl.services.rollout.trajectories.trajectory import Restored
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 FULL_AT_S = 60.0

@@ -8,19 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.api.calls.interface import Cast, Interface, Look
-from common.base.errors import DeadlineExceeded
-from common.job.config import JobConfig
-from common.mesh.runtime.calls.actor import Actor, cast
-from common.state import events, jobs
-from common.state.pool.placing.decisions import Decision, Form, Place, Remove, Serve, Why
-from common.state.pool.placing.snapshot import PoolRequest, Snapshot
-from common.state.pool.store import store as pool
-from common.state.pool.workers import rows
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.planner import LEASE_MS, LOOK_S, Planner, changed
-from sim.mesh.job.job import JOB
+from meshrl.common.api.calls.interface import Cast, Interface, Look
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.calls.actor import Actor, cast
+from meshrl.common.state import events, jobs
+from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Remove, Serve, Why
+from meshrl.common.state.pool.placing.snapshot import PoolRequest, Snapshot
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers import rows
+from meshrl.common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.planner import LEASE_MS, LOOK_S, Planner, changed
+from meshrl.sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 
 GATHERED_S = PoolSettings().gather_s + 10.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sim.mesh.world.world import Size, World
-from sim.process import VirtualProcess
+from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.process import VirtualProcess
 from tests.mesh.simulated.worlds import on_world
 
 

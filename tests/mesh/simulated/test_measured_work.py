@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from common.state import jobs, registry
-from common.state.pool.demand.measured import Measured, MeasuredWork, kind_of
-from common.state.pool.demand.planned import PublishedStats, measured
-from common.state.pool.store import store as pool
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.pool.demand.measured import Measured, MeasuredWork, kind_of
+from meshrl.common.state.pool.demand.planned import PublishedStats, measured
+from meshrl.common.state.pool.store import store as pool
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS, LATE = 40, 8

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from common.state import events, jobs
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.state import events, jobs
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 

@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from sim.drift import Drift
-from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.paced import run
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.mesh.paced import run
 
 STEPS = 9  # three times as many as the gate lets in at a time
 TOKENS = 20  # of every turn

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.job.config import (
+from meshrl.common.job.config import (
     FrozenModelConfig,
     JobConfig,
     ModelsConfig,
@@ -16,15 +16,15 @@ from common.job.config import (
     RolloutConfig,
     TrainingConfig,
 )
-from common.mesh.runtime.calls.actor import Actor
-from common.state import jobs
-from common.state.pool.demand.measured import MeasuredWork, told
-from common.state.pool.store import store as pool
-from common.state.pool.workers import names
-from common.state.pool.workers.rows import Doing, Report, Resident, Tier, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.planner import LOOK_S, Planner
-from sim.mesh.job.job import JOB
+from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.demand.measured import MeasuredWork, told
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers import names
+from meshrl.common.state.pool.workers.rows import Doing, Report, Resident, Tier, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.planner import LOOK_S, Planner
+from meshrl.sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 
 HOST = "one"

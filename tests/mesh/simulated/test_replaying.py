@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.mesh import __main__ as command_line
-from sim.mesh.running import MeshOutcome, MeshPlan, play
+from meshrl.sim.mesh import __main__ as command_line
+from meshrl.sim.mesh.running import MeshOutcome, MeshPlan, play
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 def digest_of(hash_seed: str, log: Path) -> str:
     words = ["--seed", "11", "--faults", "all", "--hours", "0.01", "--log"]
     ran = subprocess.run(
-        [sys.executable, "-m", "sim.mesh", *words, str(log)],
+        [sys.executable, "-m", "meshrl.sim.mesh", *words, str(log)],
         cwd=ROOT,
         env=os.environ | {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -54,5 +54,5 @@ def test_a_run_that_fails_says_how_to_run_it_again(capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     assert "gate: group 4" in said
     line = next(line for line in said.splitlines() if line.startswith("again: "))
-    words = shlex.split(line.removeprefix("again: python -m sim.mesh"))
+    words = shlex.split(line.removeprefix("again: python -m meshrl.sim.mesh"))
     assert command_line.plan_of(command_line.parser().parse_args(words)) == plan

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import Fenced
-from common.state import events, groups, jobs, leader
-from common.state.lifecycle.accounting import account
-from common.state.pool.placing.decisions import Dissolve, Why
-from common.state.pool.store import store as pool
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.base.errors import Fenced
+from meshrl.common.state import events, groups, jobs, leader
+from meshrl.common.state.lifecycle.accounting import account
+from meshrl.common.state.pool.placing.decisions import Dissolve, Why
+from meshrl.common.state.pool.store import store as pool
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world
 
 HOUR_S = 3600.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.state import events
-from common.state.events import Event
+from meshrl.common.state import events
+from meshrl.common.state.events import Event
+from meshrl.sim.mesh.world.world import Size, World
 from meshrl.view.trace import writing
-from sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 from tests.traced import check, spans_of
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from common.state import events, groups
-from common.state.lifecycle.accounting import account
-from sim.mesh.job.job import JOB
-from sim.mesh.world.world import Size, World
+from meshrl.common.state import events, groups
+from meshrl.common.state.lifecycle.accounting import account
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
 from tests.mesh.simulated.worlds import on_world, until_over
 
 STEPS = 12  # who finds the gate open takes what it lets through: in fewer steps, one takes all

@@ -7,19 +7,19 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.base.random import Random
-from common.mesh.runtime.calls.actor import Actor
-from common.mesh.runtime.mesh import Mesh
-from common.state.redis.client import State
-from sim.loop import VirtualLoop
-from sim.machine import Machine, MachineClock
-from sim.mesh.running import run_in
-from sim.mesh.world.programs import Surroundings
-from sim.mesh.world.redis import VirtualRedis, state_of
-from sim.mesh.world.world import Size, World
-from sim.network import MemoryNetwork
-from sim.process import VirtualProcess
-from sim.record import EventRecord
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.redis.client import State
+from meshrl.sim.loop import VirtualLoop
+from meshrl.sim.machine import Machine, MachineClock
+from meshrl.sim.mesh.running import run_in
+from meshrl.sim.mesh.world.programs import Surroundings
+from meshrl.sim.mesh.world.redis import VirtualRedis, state_of
+from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.network import MemoryNetwork
+from meshrl.sim.process import VirtualProcess
+from meshrl.sim.record import EventRecord
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.api.weights import Manifest
-from common.model.files.rows import load_model
-from common.model.network.lora import is_adapter
-from common.weights.bulk.port import ChunkStore
-from common.weights.layout.manifest import read_whole
+from meshrl.common.api.weights import Manifest
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.network.lora import is_adapter
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.layout.manifest import read_whole
 from meshrl.directory.exporting import export
 from tests.load import scaled
 from tests.mesh.running import Run, slow_pace

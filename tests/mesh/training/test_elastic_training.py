@@ -15,8 +15,8 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
-from common.api.calls.role import Resting, Settle, Settled
-from common.base.errors import Refused
+from meshrl.common.api.calls.role import Resting, Settle, Settled
+from meshrl.common.base.errors import Refused
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 
 TOLERANCE = 1e-5  # float32 sums of a step in another order, 20 times

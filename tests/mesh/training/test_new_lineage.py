@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.base.files.sealed import read_sealed, sealed
+from meshrl.common.base.files.sealed import read_sealed, sealed
 from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)

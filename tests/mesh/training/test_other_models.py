@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import save_model
-from common.model.files.rows import load_model
-from common.model.network.decoder import Decoder
-from common.weights.bulk.port import ChunkStore
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.weights.bulk.port import ChunkStore
 from meshrl.job.checks.machine.weights import READ_BYTES
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT, Run

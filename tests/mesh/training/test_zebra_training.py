@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from common.api.calls.role import Settle
-from common.state import jobs
-from common.state.pool.workers.rows import Apart
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.state import jobs
+from meshrl.common.state.pool.workers.rows import Apart
 from tests.load import scaled
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 from tests.mesh.training.test_elastic_training import settled

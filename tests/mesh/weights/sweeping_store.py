@@ -1,14 +1,14 @@
 """The weight store, which is swept all the time, and gives what it needs no more no grace.
 
-Takes what services.weights takes.
+Takes what meshrl.services.weights takes.
 """
 
 from __future__ import annotations
 
-from common.api.weights import STORE
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from services.weights.__main__ import serve
-from services.weights.keeping.sweeping import SweepPace
+from meshrl.common.api.weights import STORE
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.services.weights.__main__ import serve
+from meshrl.services.weights.keeping.sweeping import SweepPace
 
 AT_ONCE = SweepPace(sweep_s=0.05, grace_s=0.0)
 

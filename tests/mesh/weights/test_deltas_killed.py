@@ -26,7 +26,7 @@ class Versions:
     async def begin(self) -> None:
         """The receiver has the first."""
         made = self.made
-        made.store, made.road = await made.on_a_road("weights", 0, "services.weights")
+        made.store, made.road = await made.on_a_road("weights", 0, "meshrl.services.weights")
         self.publisher = await made.scene.publisher()
         await self.publisher.ask("make", size=SIZE)
         self.receiver = await self.new_receiver(0)

@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
-from common.state import jobs
-from common.weights.chunks.chunks import ChunkStore
 from loadtests.weights import models
 from loadtests.weights.contents import identity_of
 from loadtests.weights.scene import OrderFailed
+from meshrl.common.state import jobs
+from meshrl.common.weights.chunks.chunks import ChunkStore
 from tests.mesh.weights.weather import MODEL, Weather, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.group("weather")]

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import NotFound
-from common.records.durable_copy import DurableCopy, of_job
-from common.state import jobs
+from meshrl.common.base.errors import NotFound
+from meshrl.common.records.durable_copy import DurableCopy, of_job
+from meshrl.common.state import jobs
 from tests.mesh.weights.training import CORE, JOB, TrainedWeather
 from tests.mesh.weights.weather import until, weather
 

@@ -13,22 +13,22 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
-from common.api.transfer import bulk
-from common.base.encoding.blob import pack
-from common.base.files.home import Home
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.state import groups, jobs, registry
-from common.state.pool.workers.seat import Seat
-from common.state.server import home
-from common.weights.bulk.port import BulkClient
-from common.weights.receive import Receiver
-from common.weights.store.weight_store import put
 from loadtests.weights import contents, models
 from loadtests.weights.scene import Member, Scene
+from meshrl.common.api.transfer import bulk
+from meshrl.common.base.encoding.blob import pack
+from meshrl.common.base.files.home import Home
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state import groups, jobs, registry
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.state.server import home
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.weight_store import put
 from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
 from meshrl.launch.head import from_copy
-from services.weights.keeping.records import JOBS, record_in
+from meshrl.services.weights.keeping.records import JOBS, record_in
 from tests.load import scaled
 from tests.mesh.elastic import GROUPS, JOB_FILE, MEMBERS, STEPS, WITHIN_S, group
 from tests.mesh.weights.weather import (
@@ -105,7 +105,7 @@ class TrainedWeather(Weather):
         state = self.scene.state
         elsewhere = self.scene.directory / "nowhere"  # as if each host had a disk of its own
         await home.tell(state, Home("h0", str(elsewhere), ""))
-        self.store, self.road = await self.on_a_road("weights", 0, "services.weights")
+        self.store, self.road = await self.on_a_road("weights", 0, "meshrl.services.weights")
         self.road.both_ways = True
         settings = MeshSettings.from_file(self.scene.settings(0))
         self._here = await Mesh.open("test", "trainer", settings)
@@ -142,7 +142,9 @@ class TrainedWeather(Weather):
         """Starts the core or the rank."""
         seat = Seat("g0", "g0", JOB, 1, core=True, rank=int(name == RANK), ranks=self.ranks)
         host = BEYOND if self.ranks == 1 or name == RANK else 0
-        self._training[name] = self.scene.start(name, host, "services.trainer", *seat.words())
+        self._training[name] = self.scene.start(
+            name, host, "meshrl.services.trainer", *seat.words()
+        )
 
     async def kill(self, name: str) -> None:
         """SIGKILL; its name is free then."""

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from common.generation.builtin.build import build
-from common.generation.contract import Request
-from common.mesh.transport.address import endpoint_of
-from common.state import registry
 from loadtests.weights import models
 from loadtests.weights.members.serving import PROMPT
 from loadtests.weights.scene import Member, Scene
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.generation.contract import Request
+from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.state import registry
 from tests.load import scaled
 from tests.unit.common.weights.bulk.road import Road
 
@@ -76,7 +76,7 @@ class Weather:
     async def leave(self) -> None:
         """What this process has in the mesh ends."""
 
-    async def begin(self, far: bool = False, store: str = "services.weights") -> None:
+    async def begin(self, far: bool = False, store: str = "meshrl.services.weights") -> None:
         """Version 0 is committed, and the engine has it. `far`: the publisher is on host 2;
         `store`: the module that the store runs.
         """
@@ -114,7 +114,7 @@ class Weather:
         gone = await registry.lookup(self.scene.state, "weights")
         assert gone is not None
         await self.frees("weights")
-        self.store = self.scene.start("weights", 0, "services.weights")
+        self.store = self.scene.start("weights", 0, "meshrl.services.weights")
         await self.scene.registered("weights", gone=gone.incarnation)
 
     async def frees(self, name: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.runtime.mesh import Mesh
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 from tests.unit.common.mesh.runtime.talking import Join, Talker
 

@@ -11,16 +11,16 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from common.job.config import JobConfig
-from common.state.jobs import Phase
-from common.state.steps import step_row
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.steps import step_row
+from meshrl.services.trainer.arithmetic.stats import BinStats, update_metrics
+from meshrl.services.trainer.steps.batch import Batch
+from meshrl.services.trainer.steps.step_parts import PAUSE, StepTook
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
 from meshrl.view.recording.summary import RunEnd, summarize
 from meshrl.view.recording.usage import Tally
-from services.trainer.arithmetic.stats import BinStats, update_metrics
-from services.trainer.steps.batch import Batch
-from services.trainer.steps.step_parts import PAUSE, StepTook
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

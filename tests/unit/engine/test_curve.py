@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.base.random import Random
-from common.generation.contract import TokenEngine
-from common.job.pace import Pace
-from common.state.pool.demand.measured import Curve
-from services.engine.measurement.curve import WINDOW_STEPS, CurveFit
-from services.engine.service import EngineService
-from services.engine.stepping.emulation import EmulatedSteps
-from sim.engines.simulated import SimulatedEngine
+from meshrl.common.base.random import Random
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.job.pace import Pace
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.services.engine.measurement.curve import WINDOW_STEPS, CurveFit
+from meshrl.services.engine.service import EngineService
+from meshrl.services.engine.stepping.emulation import EmulatedSteps
+from meshrl.sim.engines.simulated import SimulatedEngine
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, request

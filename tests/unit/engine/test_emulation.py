@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.engine import Finish
-from common.base.errors import ConfigError
-from common.generation.contract import TokenEngine
-from common.job.pace import PROFILES, Pace, profile
-from services.engine.stepping.emulation import EmulatedSteps
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.job.pace import PROFILES, Pace, profile
+from meshrl.services.engine.stepping.emulation import EmulatedSteps
 from tests.unit.common.generation.engines_under_test import (
     Listener,
     StandingClock,

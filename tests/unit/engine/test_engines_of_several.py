@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError
-from common.mesh.process.host import SystemHost
-from services.engine.sglang.server import Launch, SGLangServer
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.engine.sglang.server import Launch, SGLangServer
 from tests.load import scaled
 from tests.unit.engine.sglang.test_secrets import MODEL, standing_in
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from common.base.digest import digest_of
-from common.base.errors import ConfigError
-from common.job.bundle.job_data import JobData
-from common.job.config import ModelConfigSection
-from common.state.pool.workers.seat import Seat
-from services.engine.weights.versions import PATIENCE_S, Versions
-from services.trainer.core.core import TrainerCore
-from services.trainer.gang.compute import Compute
-from services.trainer.initial.beginning import fresh_learner
-from services.trainer.ranks.rank import Rank
-from services.trainer.versions.publishing import VersionIdentity
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import ModelConfigSection
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.engine.weights.versions import PATIENCE_S, Versions
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.initial.beginning import fresh_learner
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.stories import story_on
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import job

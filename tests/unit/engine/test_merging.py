@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig, LoraConfig, RolloutConfig
-from services.engine.running import _wish
-from services.engine.weights.merging import MARGIN, OVERHEAD, Merging, Wish, merging_pays
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, LoraConfig, RolloutConfig
+from meshrl.services.engine.running import _wish
+from meshrl.services.engine.weights.merging import MARGIN, OVERHEAD, Merging, Wish, merging_pays
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.engine.measurement.pauses import KEPT, Pauses
+from meshrl.services.engine.measurement.pauses import KEPT, Pauses
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from common.api.calls.role import Settle
-from common.api.engine import Engine
-from common.base.errors import Damaged, Fenced, Refused
-from common.generation.contract import Quarantined, Request
-from services.engine.weights.loaded import AdapterVersion
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.engine import Engine
+from meshrl.common.base.errors import Damaged, Fenced, Refused
+from meshrl.common.generation.contract import Quarantined, Request
+from meshrl.services.engine.weights.loaded import AdapterVersion
 from tests.stories import story_on
 from tests.unit.rollout.routing.test_router import Bench, on_bench
 

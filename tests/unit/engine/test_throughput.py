@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.measurement.throughput import Throughput, context_class, size_class
+from meshrl.services.engine.measurement.throughput import Throughput, context_class, size_class
 
 
 def measured(plateau: int, sizes: range) -> Throughput:

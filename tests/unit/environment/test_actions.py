@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.environment.numbers import finite_number
-from services.environment.actions import BadAnswer, EnvironmentAnswer, call_for_answer
-from services.environment.environments import Environments
+from meshrl.common.environment.numbers import finite_number
+from meshrl.services.environment.actions import BadAnswer, EnvironmentAnswer, call_for_answer
+from meshrl.services.environment.environments import Environments
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 TAKEN: list[tuple[Any, EnvironmentAnswer]] = [

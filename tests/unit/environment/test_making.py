@@ -6,9 +6,9 @@ import errno
 
 import pytest
 
-from common.base.errors import ConfigError, DeadlineExceeded
-from common.environment.making import making
-from common.mesh.process.ends.failure import Failure
+from meshrl.common.base.errors import ConfigError, DeadlineExceeded
+from meshrl.common.environment.making import making
+from meshrl.common.mesh.process.ends.failure import Failure
 
 
 def with_cause(error: Exception, cause: Exception) -> Exception:

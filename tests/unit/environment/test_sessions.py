@@ -8,11 +8,11 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from common.model.chat.chat import Chat
-from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import directory_of
-from services.environment.environments import Environments
-from services.environment.tools import BadCall, BuiltIn, JobTool
+from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.environment.environments import Environments
+from meshrl.services.environment.tools import BadCall, BuiltIn, JobTool
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
 from tests.unit.common.model.test_tokenizer import byte_tokenizer

@@ -10,10 +10,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.mesh.process.entry.child import ChildChannel
-from services.environment import threaded
-from services.environment.environments import Environments
-from sim.mesh.job.job import CHARACTERS
+from meshrl.common.mesh.process.entry.child import ChildChannel
+from meshrl.services.environment import threaded
+from meshrl.services.environment.environments import Environments
+from meshrl.sim.mesh.job.job import CHARACTERS
 from tests.load import scaled
 
 WITHIN_S = 30.0  # for what comes at once
@@ -67,7 +67,7 @@ def gates() -> Iterator[dict[str, threading.Event]]:
 
 @pytest.fixture
 def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
-    from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+    from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 
     character_tokenizer(CHARACTERS, str(tmp_path / "tokenizer.json"))
     served = Environments(Waiting, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt")

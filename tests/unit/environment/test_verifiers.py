@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ToolFailed
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import DatasetConfig, EnvironmentConfig, JobConfig
-from common.mesh.process.host import SystemHost
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import DatasetConfig, EnvironmentConfig, JobConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import tasksets
-from services.rollout.environments.pool import EnvironmentPool
+from meshrl.services.rollout.environments.pool import EnvironmentPool
 from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.common.model.chatting import qwen3_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from common.job.config import JobConfig
+from meshrl.common.job.config import JobConfig
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FILES = EXAMPLES / "calculator"

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from common.model.chat.chat import Chat
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job.jobfile import load
-from services.environment.environments import Environments
-from services.environment.tools import BuiltIn, JobTool
+from meshrl.services.environment.environments import Environments
+from meshrl.services.environment.tools import BuiltIn, JobTool
 
 example: Any = import_module("examples.chat")  # mypy resolves the name to the folder
 EXAMPLES = Path(__file__).parents[3] / "examples"

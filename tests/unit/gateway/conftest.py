@@ -13,16 +13,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.host.settings import MeshSettings
-from common.mesh.access import identity, tokens
-from common.mesh.access.line import Line
-from common.mesh.access.records import FILE
-from common.mesh.access.ticket import Ticket, read
-from common.state.redis.client import State
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.access import identity, tokens
+from meshrl.common.mesh.access.line import Line
+from meshrl.common.mesh.access.records import FILE
+from meshrl.common.mesh.access.ticket import Ticket, read
+from meshrl.common.state.redis.client import State
+from meshrl.services.gateway.__main__ import serve
+from meshrl.sim.redis.state import simulated_state
 from meshrl.starter.creating import create
-from services.gateway.__main__ import serve
-from sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from common.base.errors import ConfigError, NotFound, Refused
-from common.mesh.access import ticket
 from meshrl.cli import app
 from meshrl.client.client import Client
+from meshrl.common.base.errors import ConfigError, NotFound, Refused
+from meshrl.common.mesh.access import ticket
 from tests.unit.gateway.conftest import House
 
 

@@ -13,32 +13,32 @@ from typing import Any
 
 import pytest
 
-from common.api.calls.callers import HOST_ROLES, PLANNER
-from common.api.gateway import Gateway, HostAdmitted, JoinHost
-from common.base.clock import SystemClock
-from common.base.errors import NotAllowed, NotFound, Refused
-from common.base.files import documents
-from common.base.host.settings import MeshSettings, redis_password
-from common.base.release import release
-from common.mesh.access import identity, members, records, tokens
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.access.members import AGAIN_S
-from common.mesh.access.records import HOST, digest
-from common.mesh.access.ticket import read
-from common.mesh.transport.keys import KeyPair
-from common.state import events
-from common.state.hosts import admission
-from common.state.pool.placing.snapshot import NOTICE, PoolRequest
-from common.state.pool.store import store as pool
-from common.state.redis.client import State
-from common.state.registry import Entry, evict, register
+from meshrl.common.api.calls.callers import HOST_ROLES, PLANNER
+from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotAllowed, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.settings import MeshSettings, redis_password
+from meshrl.common.base.release import release
+from meshrl.common.mesh.access import identity, members, records, tokens
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.access.members import AGAIN_S
+from meshrl.common.mesh.access.records import HOST, digest
+from meshrl.common.mesh.access.ticket import read
+from meshrl.common.mesh.transport.keys import KeyPair
+from meshrl.common.state import events
+from meshrl.common.state.hosts import admission
+from meshrl.common.state.pool.placing.snapshot import NOTICE, PoolRequest
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry, evict, register
 from meshrl.directory.joined import JoinedHost, joined_hosts
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.admitting import Admitting
 from meshrl.launch.hosts import membership, notice
 from meshrl.launch.hosts.joining import standing, write_location
 from meshrl.launch.hosts.membership import AUTHORITY, Membership
-from sim.redis.state import simulated_state
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, line_to
 

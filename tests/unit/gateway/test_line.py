@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.api.gateway import Gateway
-from common.base.errors import PeerLost
-from common.mesh.access.ticket import read
-from common.mesh.transport.keys import KeyPair
+from meshrl.common.api.gateway import Gateway
+from meshrl.common.base.errors import PeerLost
+from meshrl.common.mesh.access.ticket import read
+from meshrl.common.mesh.transport.keys import KeyPair
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, forwarded, line_to
 

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.api.gateway import Gateway, JoinHost
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, NotAllowed, Refused
-from common.base.files import documents
-from common.base.release import release
-from common.mesh.access import identity, records, tokens
-from common.mesh.access.ticket import Ticket, named, read
-from common.mesh.transport.keys import KeyPair
 from meshrl import Client
 from meshrl.cli import app
+from meshrl.common.api.gateway import Gateway, JoinHost
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, NotAllowed, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.release import release
+from meshrl.common.mesh.access import identity, records, tokens
+from meshrl.common.mesh.access.ticket import Ticket, named, read
+from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head import handed_out
-from sim.redis.state import simulated_state
+from meshrl.sim.redis.state import simulated_state
 from tests.unit.gateway.conftest import House, forwarded, line_to
 
 ELSEWHERE = "127.0.0.1:1"  # where nobody listens

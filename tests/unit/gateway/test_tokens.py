@@ -19,11 +19,13 @@ from types import NoneType
 import pytest
 from typer.testing import CliRunner
 
-from common.api.calls.callers import CALLERS, CLIENT
-from common.api.calls.interface import Call
-from common.api.gateway import Gateway, JobRequest
-from common.base.clock import SystemClock
-from common.base.errors import (
+from meshrl import Client
+from meshrl.cli import app
+from meshrl.common.api.calls.callers import CALLERS, CLIENT
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.gateway import Gateway, JobRequest
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import (
     ConfigError,
     DeadlineExceeded,
     NotAllowed,
@@ -32,17 +34,15 @@ from common.base.errors import (
     Refused,
     UnknownMethod,
 )
-from common.job.config import JobConfig
-from common.mesh.access import records, ticket
-from common.mesh.transport.keys import KeyPair
-from common.state import jobs
-from common.state.lifecycle import deleting
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import WorkerRow
-from common.state.registry import Entry, register
-from meshrl import Client
-from meshrl.cli import app
-from sim.redis.state import simulated_state
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.access import records, ticket
+from meshrl.common.mesh.transport.keys import KeyPair
+from meshrl.common.state import jobs
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.registry import Entry, register
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, line_to
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.state import events
 from meshrl import Client
+from meshrl.common.state import events
 from meshrl.run.following.top import TokenOnlooker
 from tests.unit.gateway.conftest import House
 

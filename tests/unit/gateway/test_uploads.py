@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.api.gateway import (
+from meshrl.common.api.gateway import (
     PIECE_BYTES,
     BeginUpload,
     Gateway,
@@ -20,18 +20,18 @@ from common.api.gateway import (
     UploadOpened,
     UploadPiece,
 )
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, MeshError, NotFound, Overloaded, Refused
-from common.job.bundle import bundle_files
-from common.job.bundle.arriving import checked_places
-from common.job.config import JobConfig
-from common.mesh.access import ticket
-from common.mesh.access.line import Line
-from common.mesh.process.host import SystemHost
-from common.state import jobs
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound, Overloaded, Refused
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.arriving import checked_places
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.access import ticket
+from meshrl.common.mesh.access.line import Line
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state import jobs
 from meshrl.job import bundle, jobfile
-from services.gateway.uploads import EACH, INCOMING, Upload, Uploads, config_of
-from sim.redis.state import simulated_state
+from meshrl.services.gateway.uploads import EACH, INCOMING, Upload, Uploads, config_of
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, forwarded, line_to
 

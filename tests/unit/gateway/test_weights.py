@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from common.api.gateway import Gateway, ModelRequest, ReadModelFile
-from common.base.digest import digest_of_file
-from common.base.errors import NotFound, Refused
-from common.job.bundle import bundle_files
-from common.state import jobs
 from meshrl import Client
-from services.weights.export import write
+from meshrl.common.api.gateway import Gateway, ModelRequest, ReadModelFile
+from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.state import jobs
+from meshrl.services.weights.export import write
 from tests.unit.gateway.conftest import House, line_to
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 

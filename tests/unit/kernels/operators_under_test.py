@@ -1,7 +1,7 @@
 """Cases for the operators, and what each must answer, computed in float64 from its definition.
 
-An implementation is anything with the operators' functions: kernels.backends.reference, .native,
-.triton_kernels, or .launch.Launchers.
+An implementation is anything with the operators' functions: meshrl.kernels.backends.reference,
+.native, .triton_kernels, or .launch.Launchers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.ops import BLOCK, cache_shapes
+from meshrl.kernels.ops import BLOCK, cache_shapes
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Of an output of about 1: sums in float32; for bf16 the rounding of weights and of the output.

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from common.generation.steps.native import DTYPES
-from kernels import build as libraries
-from kernels import prebuilt
+from meshrl.common.generation.steps.native import DTYPES
+from meshrl.kernels import build as libraries
+from meshrl.kernels import prebuilt
 from tests.load import scaled
 
 PROGRAM = """
 import sys
 import tempfile
 from pathlib import Path
-from kernels import build
+from meshrl.kernels import build
 build.SOURCES = Path(sys.argv[1])
 made = build.library("half", *sys.argv[2:])
 print(made.reason or made.load().half(84), made.path, sep="|")
@@ -36,7 +36,7 @@ MADE_BEFORE = """
 import sys
 import tempfile
 from pathlib import Path
-from kernels import build
+from meshrl.kernels import build
 build.SOURCES, build.LIBRARIES = Path(sys.argv[1]), (("half", ""),)
 build.for_all_kinds(Path(sys.argv[2]))
 """

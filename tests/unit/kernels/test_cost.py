@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kernels.cost import BinCost, Calibration, expected
+from meshrl.kernels.cost import BinCost, Calibration, expected
 
 TRUTH = BinCost(token=2e-5, square=3e-9, bin=1e-3)  # seconds
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.backends.cuda import CUDA_SOURCES, NVCC_FLAGS
-from kernels.backends.launch import Launchers, splits
+from meshrl.kernels.backends.cuda import CUDA_SOURCES, NVCC_FLAGS
+from meshrl.kernels.backends.launch import Launchers, splits
 from tests.load import scaled
 from tests.unit.kernels.operators_under_test import (
     DTYPES,

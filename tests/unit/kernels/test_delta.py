@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import delta
+from meshrl.kernels import delta
 
 native = pytest.mark.needs("compiler")
 BLOCKS = 1000  # bytes of a block in `rebuilt`: no multiple of what the native code looks at

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.ops.linear_logprob import NARROWEST, linear_logprob
+from meshrl.kernels.ops.linear_logprob import NARROWEST, linear_logprob
 
 
 def problem(

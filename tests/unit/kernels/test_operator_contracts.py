@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from kernels import ops
+from meshrl.kernels import ops
 from tests.load import scaled
 from tests.unit.kernels.operators_under_test import DTYPES, Attended, paged
 
@@ -111,15 +111,16 @@ def test_tensors_may_be_strided() -> None:
 WITHOUT_A_COMPILER = """
 import sys
 import torch
-from kernels import ops
-from kernels.backends import reference
+from meshrl.kernels import ops
+from meshrl.kernels.backends import reference
 
 logits, tokens, warmth = torch.randn(3, 9), torch.tensor([1, 2, 3]), torch.ones(3)
 for _ in range(2):
     found = ops.token_logprob(logits, tokens, warmth)
     assert torch.equal(found, reference.token_logprob(logits, tokens, warmth))
     assert torch.equal(ops.bucket_pack(logits, torch.tensor([2])), logits[2:])
-assert not {"kernels.backends.cuda", "kernels.backends.triton_kernels"} & sys.modules.keys()
+absent = {f"meshrl.kernels.backends.{name}" for name in ("cuda", "triton_kernels")}
+assert not absent & sys.modules.keys()
 """
 
 

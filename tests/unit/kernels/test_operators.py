@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.backends import native, reference
+from meshrl.kernels.backends import native, reference
 from tests.unit.kernels.operators_under_test import (
     DTYPES,
     GROUPS,

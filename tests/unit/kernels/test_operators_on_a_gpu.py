@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import ops
-from kernels.backends import cuda
+from meshrl.kernels import ops
+from meshrl.kernels.backends import cuda
 from tests.unit.kernels.operators_under_test import (
     DTYPES,
     Attended,

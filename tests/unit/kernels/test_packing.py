@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cost import BinCost
-from kernels.packing import STEPS, Round, RoundPacker, makespan, pack_rounds, padded_places
+from meshrl.kernels.cost import BinCost
+from meshrl.kernels.packing import STEPS, Round, RoundPacker, makespan, pack_rounds, padded_places
 
 lengths_of_a_step = st.lists(st.integers(1, 320), max_size=80)
 costs = st.builds(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.ops.linear_logprob import NARROWEST
+from meshrl.kernels.ops.linear_logprob import NARROWEST
 from tests.unit.kernels import test_linear_logprob, test_varlen
 
 pytestmark = [pytest.mark.needs("cuda"), pytest.mark.timeout(300)]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels.ops.pointwise as pointwise
-from common.model.network.pointwise import PLAIN, Pointwise
-from kernels.build import library
-from kernels.ops.pointwise import Fused
+import meshrl.kernels.ops.pointwise as pointwise
+from meshrl.common.model.network.pointwise import PLAIN, Pointwise
+from meshrl.kernels.build import library
+from meshrl.kernels.ops.pointwise import Fused
 
 EPS = 1e-6
 FUSED = Fused(PLAIN)

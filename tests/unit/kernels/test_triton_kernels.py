@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 INTERPRETED = """
 import torch
-from kernels.backends import triton_kernels
+from meshrl.kernels.backends import triton_kernels
 from tests.unit.kernels.operators_under_test import *
 
 for dtype in DTYPES:
@@ -39,7 +39,7 @@ COMPILED = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.backends import triton_kernels
+from meshrl.kernels.backends import triton_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops.varlen import VarlenAttention, bucketed
+from meshrl.kernels.ops.varlen import VarlenAttention, bucketed
 
 CPU = torch.device("cpu")
 # Around the borders of blocks (16 queries) and of chunks (128 keys), and none at all.

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from common.api.sandbox import OK, RAISED, UNSUPPORTED
 from loadtests.conformance import judge
 from loadtests.conformance.graded import graded
 from loadtests.conformance.judge import Verdict
 from loadtests.conformance.rates import offenders, rates
 from loadtests.conformance.rows import ALL, edited
-from services.sandbox.outcomes import Answer
+from meshrl.common.api.sandbox import OK, RAISED, UNSUPPORTED
+from meshrl.services.sandbox.outcomes import Answer
 
 SLICE = ALL[::20]
 

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams, Terms
-from common.mesh.transport.zmq import ZmqTransport
 from loadtests.doors.found import port_in
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port, Process, Tried
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, keys_of
 from tests.unit.common.mesh.runtime.talking import Talker

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.state.events import Event
 from loadtests.elastic.__main__ import JOB, MOST
 from loadtests.elastic.figures import figures, good
 from loadtests.paced.job import lengths
 from loadtests.paced.running import Arm, ratio_span, take
+from meshrl.common.state.events import Event
 
 HONEST = {"late_share": 0.01, "host_cores": 1.0, "valid": 1}
 

@@ -12,15 +12,15 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from common.api.weights import STORE
-from common.base.host.settings import SETTINGS_ENV, MeshSettings
-from common.mesh.runtime.mesh import Mesh
-from common.state import registry
-from common.state.redis import embedded
-from common.state.registry import Entry
-from common.weights.bulk.port import BulkClient
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured, poured
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import registry
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.port import BulkClient
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
 from tests.meshes import SECRET
@@ -38,7 +38,7 @@ async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
         found = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET)
         found.to_file(tmp_path / "settings.json")
         store = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.weights"),
+            *(sys.executable, "-m", "meshrl.services.weights"),
             env=os.environ | {SETTINGS_ENV: str(tmp_path / "settings.json")},
         )
         try:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.records.ledger import HEADER, Kind, frame, trajectory_id
-from common.records.token_record import TokenRows
-from common.state.events import Event
-from common.state.lifecycle.accounting import WRONG
 from loadtests.history.checking import check
+from meshrl.common.records.ledger import HEADER, Kind, frame, trajectory_id
+from meshrl.common.records.token_record import TokenRows
+from meshrl.common.state.events import Event
+from meshrl.common.state.lifecycle.accounting import WRONG
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.recording.audit import audit, show
 

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
-from common.state.events import Event
-from common.state.pool.workers.rows import Gang, Resident, Role
 from loadtests.jobs.mesh import Seen, workers_by_job
 from loadtests.jobs.moving import others_rate, role_changes
 from loadtests.jobs.sharing import max_min
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0), (1.0, 1.0, 1.0)])

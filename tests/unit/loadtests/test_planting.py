@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.api.calls.callers import ROLES
-from common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
-from common.base.digest import digest_of
-from common.state.registry import Entry
 from loadtests.doors.planting import Planting, plant
+from meshrl.common.api.calls.callers import ROLES
+from meshrl.common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
+from meshrl.common.base.digest import digest_of
+from meshrl.common.state.registry import Entry
 from tests.unit.common.weights.bulk.knocking import Port
 
 CODE = b"def reward(row, turns):\n    return 1.0\n"

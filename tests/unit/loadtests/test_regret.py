@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from common.state.events import Event
 from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
-from sim.drift import Drift
-from sim.mesh.job.workload import PacedWorkload
-from sim.mesh.paced import rl_s
+from meshrl.common.state.events import Event
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.mesh.paced import rl_s
 
 
 def test_a_seed_draws_one_job() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from common.state.pool.demand.measured import Curve
 from loadtests.layouts import released
-from services.planner.layouts.grouping import alike
-from services.planner.layouts.serving import GangServer
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.services.planner.layouts.grouping import alike
+from meshrl.services.planner.layouts.serving import GangServer
 
 
 def test_layouts_are_the_partitions_into_degrees() -> None:

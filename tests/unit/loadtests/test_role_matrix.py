@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from common.api.calls.callers import CALLERS, ROLES
-from common.base.clock import SystemClock
-from common.base.host.settings import MeshSettings
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.doorway import Doorway
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.mesh.transport.zmq import ZmqTransport
-from common.state.hosts import doors
-from common.state.redis.client import State
 from loadtests.doors.calls import methods
 from loadtests.doors.matrix import ANSWERS, role_matrix, without_key
 from loadtests.doors.plan import Process
-from sim.redis.client import SimulatedSyncRedis
-from sim.redis.server import RedisServer
-from sim.redis.state import state_on
+from meshrl.common.api.calls.callers import CALLERS, ROLES
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.doorway import Doorway
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.redis.client import State
+from meshrl.sim.redis.client import SimulatedSyncRedis
+from meshrl.sim.redis.server import RedisServer
+from meshrl.sim.redis.state import state_on
 from tests.answering import answering
 from tests.meshes import PATIENT
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from common.mesh.process.forking.birth import NURSERY_ENV
 from loadtests.measuring.entry import flat
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
 from tests.load import scaled
 from tests.unit.loadtests.benchmarks_page import documented
 from tests.unit.loadtests.smoke_forms import LACKING, SMOKES, Smoke

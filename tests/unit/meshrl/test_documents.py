@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.job.config import JobConfig
-from common.job.schema import JOB
 from meshrl.cli import app
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.schema import JOB
 from meshrl.job.loaded import at
 from meshrl.launch.mesh_file import MESH, MeshFile
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.base.errors import ConfigError
-from common.mesh.process.interpreters import home, interpreter
 from meshrl.cli import app
 from meshrl.commands import doctor, engines
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.mesh.process.interpreters import home, interpreter
 from tests.sglang.interpreter import python
 
 

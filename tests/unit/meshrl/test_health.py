@@ -64,4 +64,4 @@ def test_as_a_program_it_exits_by_the_answer_and_imports_little() -> None:
     assert said.startswith("http://127.0.0.1:1/livez does not answer")
     exit_code, modules = json.loads(ended)
     assert exit_code == 1
-    assert not {"torch", "redis", "typer", "structlog", "common"} & set(modules)
+    assert not {"torch", "redis", "typer", "structlog", "meshrl.common"} & set(modules)

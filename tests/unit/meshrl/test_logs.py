@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.api.node import LogFile, LogPart
-from common.base.errors import PeerLost
-from common.base.host.settings import MeshSettings
-from common.mesh.process.handle import start_time
-from common.state.redis import embedded
 from meshrl.cli import app
 from meshrl.commands import logs
 from meshrl.commands.logs import RemoteLog, RemoteLogs
+from meshrl.common.api.node import LogFile, LogPart
+from meshrl.common.base.errors import PeerLost
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.state.redis import embedded
 from meshrl.directory.places import MeshPlace, write_json
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.state import leader
-from common.state.pool.placing.snapshot import Snapshot
-from common.state.pool.store.reading import snapshot_document
-from common.state.pool.workers.rows import WorkerRow
-from common.state.redis.keys import PLANNER
 from meshrl.cli import app
 from meshrl.commands import planning
+from meshrl.common.state import leader
+from meshrl.common.state.pool.placing.snapshot import Snapshot
+from meshrl.common.state.pool.store.reading import snapshot_document
+from meshrl.common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.redis.keys import PLANNER
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
 
 __all__ = ["held"]

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.testing import CliRunner
 
-from common.base.host.settings import MeshSettings
-from common.base.host.terminal import guarded_output
 from meshrl import __main__ as program
 from meshrl.cli import app
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.base.host.terminal import guarded_output
 from meshrl.directory.places import MeshPlace
 from meshrl.view.terminal import Console
 from tests.unit.common.base.test_terminal import ATTACKS, is_plain

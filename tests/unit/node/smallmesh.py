@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import StateUnavailable
-from common.base.host.settings import SETTINGS_ENV, MeshSettings
-from common.mesh.process.handle import SystemChild, start_time
-from common.mesh.process.host import SystemHost
-from common.state import events, leader, registry
-from common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Resident, Role
-from common.state.redis.client import State
-from common.state.redis.embedded import command
-from common.state.redis.keys import PLANNER
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
+from meshrl.common.mesh.process.handle import SystemChild, start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state import events, leader, registry
+from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Resident, Role
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.embedded import command
+from meshrl.common.state.redis.keys import PLANNER
 from tests.load import scaled
 from tests.meshes import SECRET
 
@@ -63,7 +63,7 @@ class SmallMesh:
         for role, kind in (("rollout", "engine"), ("training", "hybrid")):
             program = shlex.join([sys.executable, "-m", "standin_role", "--kind", kind])
             roles += ["--role-command", f"{role}={program}"]
-        module = [sys.executable, "-m", "services.node", "--workers", str(workers)]
+        module = [sys.executable, "-m", "meshrl.services.node", "--workers", str(workers)]
         return self.host.spawn(
             [*module, *roles, *options],
             name="node/here",

@@ -7,19 +7,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.api.calls.role import Resting, Settle, Settled
-from common.base.clock import SystemClock
-from common.base.errors import Fenced
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.mesh.transport.zmq import ZmqTransport
-from common.state.pool.workers.rows import Tier
-from common.state.pool.workers.seat import Seat
-from common.state.pool.workers.seat import parser as seats
-from common.state.redis.client import State
+from meshrl.common.api.calls.role import Resting, Settle, Settled
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Fenced
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.state.pool.workers.seat import parser as seats
+from meshrl.common.state.redis.client import State
 from tests.load import scaled
 from tests.meshes import entered
 

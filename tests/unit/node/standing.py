@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from common.mesh.process.supervision.lease_watch import LeaseWatch
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.workers.rows import Budget, Resident, Role
-from services.node.residents.budgets import Budgets
-from services.node.residents.process import Around, RoleProcess
-from services.node.residents.roles import RoleWish
-from services.node.residents.room import GpuRoom
-from services.node.residents.segments import Segments
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import Budget, Resident, Role
+from meshrl.services.node.residents.budgets import Budgets
+from meshrl.services.node.residents.process import Around, RoleProcess
+from meshrl.services.node.residents.roles import RoleWish
+from meshrl.services.node.residents.room import GpuRoom
+from meshrl.services.node.residents.segments import Segments
 
 ENGINE = Resident("g0.0", "calc", Role.ROLLOUT, generation=3)
 CORE = Resident("g0.1", "j", Role.TRAINING, core=True, generation=3)
 PROGRAMS = {
-    Role.ROLLOUT: ["python", "-m", "services.engine"],
-    Role.TRAINING: ["python", "-m", "services.trainer"],
+    Role.ROLLOUT: ["python", "-m", "meshrl.services.engine"],
+    Role.TRAINING: ["python", "-m", "meshrl.services.trainer"],
 }
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.host.settings import MESH_ENV
-from common.base.random import Random
-from common.mesh.process.handle import start_time
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import MeshSettings
-from common.state import registry
-from services.node.adopting import Notes
-from services.node.job_services import program
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.host.settings import MESH_ENV
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import registry
+from meshrl.services.node.adopting import Notes
+from meshrl.services.node.job_services import program
 from tests.load import scaled
 from tests.meshes import alone
 

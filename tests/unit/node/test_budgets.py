@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import StorageFull
-from common.base.random import Random
-from common.mesh.process.ends.limits import Room
-from common.state.pool.workers.rows import Budget, Tier
-from services.node.residents.budgets import SPARE_DISK, SPARE_MEMORY, Budgets
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.state.pool.workers.rows import Budget, Tier
+from meshrl.services.node.residents.budgets import SPARE_DISK, SPARE_MEMORY, Budgets
 from tests.simulated_host import SimulatedHost
 
 A, B = "engine/g0.0", "trainer/j"

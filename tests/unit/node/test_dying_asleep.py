@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.base.files import kept
-from common.base.host.settings import kept_file
-from common.base.random import Random
-from common.mesh.runtime.mesh import MeshSettings
-from common.state import leader
-from common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Doing, Resident, Role, Tier
-from common.state.redis.keys import PLANNER
-from services.node.worker import parser, serve
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.files import kept
+from meshrl.common.base.host.settings import kept_file
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import leader
+from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Doing, Resident, Role, Tier
+from meshrl.common.state.redis.keys import PLANNER
+from meshrl.services.node.worker import parser, serve
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 
@@ -58,7 +58,7 @@ class World:
                 self.running -= 1
 
         self.clock, self.running, self.starts = clock, 0, 0
-        host = SimulatedHost(clock, random.child("host"), {"services.trainer": program})
+        host = SimulatedHost(clock, random.child("host"), {"meshrl.services.trainer": program})
         settings = MeshSettings(redis_url="simulated", run_root=str(root), host="here")
         self.mesh = alone("worker/w0", clock, random, host, settings=settings)
         self.state = self.mesh.state

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, PeerLost
-from common.base.random import Random
-from common.mesh.process.supervision.ended import ended
-from common.mesh.runtime.mesh import MeshSettings
-from common.state import events, jobs
-from common.state.jobs import JobRow
-from common.state.pool.workers.rows import Doing
-from services.node.residents.process import RoleProcess
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.errors import ConfigError, PeerLost
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.supervision.ended import ended
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import events, jobs
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.pool.workers.rows import Doing
+from meshrl.services.node.residents.process import RoleProcess
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.node.standing import ENGINE, looking, role_process
@@ -39,7 +39,7 @@ def with_program(
             raise error
 
     async def main(clock: VirtualClock, random: Random) -> None:
-        host = SimulatedHost(clock, random, {"services.engine": fails})
+        host = SimulatedHost(clock, random, {"meshrl.services.engine": fails})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
         mesh = alone("worker/w0", clock, random, host, settings=settings)
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
@@ -122,7 +122,7 @@ def test_a_process_of_a_job_that_nobody_knows_is_told_too(tmp_path: Path) -> Non
         raise ConfigError("no job")
 
     async def main(clock: VirtualClock, random: Random) -> None:
-        host = SimulatedHost(clock, random, {"services.engine": fails})
+        host = SimulatedHost(clock, random, {"meshrl.services.engine": fails})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
         mesh = alone("worker/w0", clock, random, host, settings=settings)
         role = role_process(mesh, tmp_path, replace(ENGINE, job="unknown"))

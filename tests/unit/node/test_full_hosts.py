@@ -7,14 +7,14 @@ import errno
 from pathlib import Path
 from typing import Any
 
-from common.base.random import Random
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.state.pool.workers.rows import Doing
-from services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
-from services.node.agent import NodeAgent
-from services.node.gpus.accelerators import cpu_slots
-from services.node.residents.process import TRY_AGAIN_S, RoleProcess
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state.pool.workers.rows import Doing
+from meshrl.services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
+from meshrl.services.node.agent import NodeAgent
+from meshrl.services.node.gpus.accelerators import cpu_slots
+from meshrl.services.node.residents.process import TRY_AGAIN_S, RoleProcess
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.node.standing import ENGINE, role_process
@@ -36,7 +36,9 @@ class FullHost(SimulatedHost):
 
 
 def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost, Mesh]:
-    host = FullHost(clock, random, {"services.engine": forever, "services.node.worker": forever})
+    host = FullHost(
+        clock, random, {"meshrl.services.engine": forever, "meshrl.services.node.worker": forever}
+    )
     settings = MeshSettings(redis_url="simulated", run_root=str(root), host="one")
     return host, alone("worker/w0", clock, random, host, settings=settings)
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from common.state.pool.workers.rows import Doing, Role
+from meshrl.common.state.pool.workers.rows import Doing, Role
 from tests.unit.node.smallmesh import SmallMesh, gone
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import DeadlineExceeded
-from common.base.random import Random
-from common.hardware.gpus.devices import Device
-from common.mesh.runtime.mesh import MeshSettings
-from services.node.gpus.watch import ANSWER_S, READ_S, GpuWatch
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.random import Random
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.services.node.gpus.watch import ANSWER_S, READ_S, GpuWatch
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

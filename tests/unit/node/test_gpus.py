@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from common.job.config import JobConfig
-from common.state import jobs, registry
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Doing
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Doing
 from meshrl.view.live import tables
 from meshrl.view.mesh import gpus as told
 from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import DeadlineExceeded
-from common.base.host.settings import MeshSettings
-from common.job.isolation import containment
-from common.job.isolation.containment import IsolationTiers
-from common.job.isolation.isolation import ORDER
-from common.mesh.process.host import SystemHost
-from common.mesh.telemetry.logs import Telemetry
-from services.node.isolation import AGAIN_S, RARELY_S, SOON_S, OwnIsolation
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.isolation import containment
+from meshrl.common.job.isolation.containment import IsolationTiers
+from meshrl.common.job.isolation.isolation import ORDER
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.services.node.isolation import AGAIN_S, RARELY_S, SOON_S, OwnIsolation
 
 
 class Tried(SystemHost):

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.bundle.loading import digest_of, load_request
-from common.job.config import EnvironmentConfig, JobConfig
-from common.mesh.process.supervision.ended import ended
-from common.mesh.runtime.mesh import MeshSettings
-from common.state import jobs, leader
-from common.state.pool.placing.decisions import Serve
-from common.state.pool.store import store as pool
-from common.state.redis.keys import PLANNER
-from services.node.agent import NodeAgent
-from services.node.gpus.accelerators import cpu_slots
-from services.node.sandbox_code import CHANGED_S
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.loading import digest_of, load_request
+from meshrl.common.job.config import EnvironmentConfig, JobConfig
+from meshrl.common.mesh.process.supervision.ended import ended
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import jobs, leader
+from meshrl.common.state.pool.placing.decisions import Serve
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.keys import PLANNER
+from meshrl.services.node.agent import NodeAgent
+from meshrl.services.node.gpus.accelerators import cpu_slots
+from meshrl.services.node.sandbox_code import CHANGED_S
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
@@ -73,7 +73,7 @@ def test_a_shard_that_cannot_run_fails_its_own_job_and_holds_up_no_other(tmp_pat
         await asyncio.Event().wait()
 
     async def main(clock: VirtualClock, random: Random) -> None:
-        host = SimulatedHost(clock, random, {"services.rollout": shard})
+        host = SimulatedHost(clock, random, {"meshrl.services.rollout": shard})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
         mesh = alone("node/one", clock, random, host, settings=settings)
         (tmp_path / "mesh").mkdir()
@@ -105,7 +105,7 @@ def test_a_sandbox_is_told_what_its_job_may_have_loaded_by_who_starts_it(tmp_pat
         await asyncio.Event().wait()
 
     async def main(clock: VirtualClock, random: Random) -> None:
-        host = SimulatedHost(clock, random, {"services.sandbox": sandbox})
+        host = SimulatedHost(clock, random, {"meshrl.services.sandbox": sandbox})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
         mesh = alone("node/one", clock, random, host, settings=settings)
         (tmp_path / "mesh").mkdir()
@@ -152,7 +152,7 @@ def test_one_that_is_slow_to_end_holds_up_nobody(tmp_path: Path) -> None:
             alive.remove(name)
 
     async def main(clock: VirtualClock, random: Random) -> None:
-        host = SimulatedHost(clock, random, {"services.rollout": shard})
+        host = SimulatedHost(clock, random, {"meshrl.services.rollout": shard})
         settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
         mesh = alone("node/one", clock, random, host, settings=settings)
         led = await leader.campaign(mesh.state, PLANNER, "test", 1_000_000)

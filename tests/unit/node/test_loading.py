@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.random import Random
-from common.mesh.runtime.mesh import MeshSettings
-from common.state import jobs, leader, registry
-from common.state.pool.placing.decisions import Admit, Why
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Doing
-from common.state.redis.keys import PLANNER
-from services.node.residents.startup import LOADING_S
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import jobs, leader, registry
+from meshrl.common.state.pool.placing.decisions import Admit, Why
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Doing
+from meshrl.common.state.redis.keys import PLANNER
+from meshrl.services.node.residents.startup import LOADING_S
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.unit.node.standing import CORE, role_process
 
-NAME, HOST, TRAINER = "trainer/j", "here", "services.trainer"
+NAME, HOST, TRAINER = "trainer/j", "here", "meshrl.services.trainer"
 
 
 @dataclass

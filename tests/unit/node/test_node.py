@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process.handle import start_time
-from common.state import events
-from common.state.pool.placing.decisions import Serve
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Doing, Role, Tier
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.state import events
+from meshrl.common.state.pool.placing.decisions import Serve
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Doing, Role, Tier
 from tests.load import scaled
 from tests.unit.node.smallmesh import WHY, SmallMesh, gone, until
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.base.files.home import make
-from common.job.config import JobConfig
-from common.mesh.runtime.mesh import MeshSettings
-from common.state import jobs
-from common.state.server import home
-from services.node.old_runs import UNKNOWN_S, sweep
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.files.home import make
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import jobs
+from meshrl.common.state.server import home
+from meshrl.services.node.old_runs import UNKNOWN_S, sweep
+from meshrl.sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from common.base.host.settings import SETTINGS_ENV, MeshSettings
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.host import SystemHost
+from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.host import SystemHost
 from tests.gpus.driver import Gpus
 from tests.load import scaled
 from tests.meshes import SECRET
@@ -34,7 +34,7 @@ async def refused(
     return failure
 
 
-@pytest.mark.parametrize("module", ["services.planner", "services.weights"])
+@pytest.mark.parametrize("module", ["meshrl.services.planner", "meshrl.services.weights"])
 async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, module: str) -> None:
     settings = MeshSettings(
         mesh.settings.redis_url,
@@ -51,7 +51,7 @@ async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, mod
 @pytest.mark.deep
 @pytest.mark.needs("compiler")
 async def test_a_host_without_gpus_or_with_too_few_says_so(mesh: SmallMesh, gpus: Gpus) -> None:
-    words = ["services.node", "--device", "cuda", "--workers", "2"]
+    words = ["meshrl.services.node", "--device", "cuda", "--workers", "2"]
     failure = await refused(mesh, mesh.settings, *words, env=gpus.environment)
     assert "the driver lists 0 GPUs" in failure.text and "mesh.device" in failure.fix
     gpus.gpu("GPU-a")

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.hardware.gpus.devices import Device
-from common.mesh.process.host import SystemHost
-from common.state.pool.workers.rows import Gang, Resident, Role, Tier
-from services.node.gpus.accelerators import cpu_slots, discover, of_gpus
-from services.node.job_services import command
-from services.node.residents.roles import COMMANDS, wishes, with_overrides
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, Tier
+from meshrl.services.node.gpus.accelerators import cpu_slots, discover, of_gpus
+from meshrl.services.node.job_services import command
+from meshrl.services.node.residents.roles import COMMANDS, wishes, with_overrides
 
 GANG = Gang(
     "g1",
@@ -39,7 +39,7 @@ def test_a_worker_runs_what_occupies_its_rank_under_the_names_of_the_registry() 
 def test_command_lines_say_whose_process_it_is_and_who_keeps_the_turns() -> None:
     found = wishes(GANG, "w1")
     assert found["engine/g1.0"].argv(COMMANDS) == [
-        *[sys.executable, "-m", "services.engine", "--gang", "g1", "--resident", "g1.0"],
+        *[sys.executable, "-m", "meshrl.services.engine", "--gang", "g1", "--resident", "g1.0"],
         *["--job", "calc", "--generation", "3", "--keeper", "worker/w3", "--turns"],
     ]
     rank = found["rank/calc/1"].argv(COMMANDS)
@@ -51,10 +51,17 @@ def test_command_lines_say_whose_process_it_is_and_who_keeps_the_turns() -> None
 def test_services_of_jobs_are_told_their_job() -> None:
     python = [sys.executable, "-m"]
     assert command("rollout/calc/2", []) == [
-        *[*python, "services.rollout", "--job", "calc", "--shard", "2"]
+        *[*python, "meshrl.services.rollout", "--job", "calc", "--shard", "2"]
     ]
     sandbox = command("sandbox/a/b/0", ["--orphan-s", "3"])
-    assert sandbox == [*python, "services.sandbox", "--name", "sandbox/a/b/0", "--orphan-s", "3"]
+    assert sandbox == [
+        *python,
+        "meshrl.services.sandbox",
+        "--name",
+        "sandbox/a/b/0",
+        "--orphan-s",
+        "3",
+    ]
 
 
 def test_commands_are_replaced_by_role() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.node import MakeSegment
-from common.base.errors import Refused, StorageFull
-from common.base.files.kept import Mapped
-from services.node.residents.segments import SPARE_BYTES, Segments
+from meshrl.common.api.node import MakeSegment
+from meshrl.common.base.errors import Refused, StorageFull
+from meshrl.common.base.files.kept import Mapped
+from meshrl.services.node.residents.segments import SPARE_BYTES, Segments
 from tests.load import scaled
 
 PAGE = 4096
@@ -26,7 +26,7 @@ def plenty() -> int:
 def write_and_end(path: str) -> None:
     """In another process."""
     program = (
-        "import sys, numpy as np; from common.base.files.kept import Mapped; "
+        "import sys, numpy as np; from meshrl.common.base.files.kept import Mapped; "
         f"Mapped(sys.argv[1]).put({PAGE}, np.full(5, 7, np.uint8))"
     )
     subprocess.run([sys.executable, "-c", program, path], check=True, timeout=scaled(60))

@@ -9,19 +9,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.api.calls.role import Resting, Settle, Settled
-from common.base.errors import RemoteFailure, StorageFull
-from common.base.random import Random
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.seams import Seams
-from common.state.pool.workers.rows import Budget, Doing, Resident, Role, Tier
-from common.state.pool.workers.seat import parser
-from services.node.residents.process import TRY_AGAIN_S, UNSETTLED_S, WELL_S
-from services.node.residents.residents import OLD_LOGS, Residents, Tenancy
-from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.api.calls.role import Resting, Settle, Settled
+from meshrl.common.base.errors import RemoteFailure, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.state.pool.workers.rows import Budget, Doing, Resident, Role, Tier
+from meshrl.common.state.pool.workers.seat import parser
+from meshrl.services.node.residents.process import TRY_AGAIN_S, UNSETTLED_S, WELL_S
+from meshrl.services.node.residents.residents import OLD_LOGS, Residents, Tenancy
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.unit.node.standing import around, wish
 
@@ -69,7 +69,7 @@ class World:
         self.settings = MeshSettings("simulated", str(root), host="one")
         self.process = Process()
         self.ends_after_s = 1e9
-        programs = {f"services.{kind}": self.program(kind) for kind in ("engine", "trainer")}
+        programs = {f"meshrl.services.{kind}": self.program(kind) for kind in ("engine", "trainer")}
         self.host = SimulatedHost(clock, random, programs)
         self.worker = self.mesh("worker/w0", self.host)
         about = around(self.worker, root)

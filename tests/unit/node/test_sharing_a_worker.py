@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from common.api.node import Worker
-from common.base.clock import SystemClock
-from common.base.host.settings import SETTINGS_ENV
-from common.mesh.process.handle import SystemChild
-from common.mesh.runtime.mesh import Mesh
-from common.state.pool.workers.rows import Gang, Resident, Role
-from common.state.pool.workers.seat import Seat
-from services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
-from services.node.residents.turns import Leases
+from meshrl.common.api.node import Worker
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.host.settings import SETTINGS_ENV
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
+from meshrl.services.node.residents.turns import Leases
 from tests.load import scaled
 from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh
 from tests.unit.node.test_turn_keeper import REST

@@ -12,20 +12,20 @@ from typing import Any, cast
 
 import pytest
 
-from common.api.node import TakeTurn, Worker
-from common.base.errors import Refused
-from common.base.random import Random
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.calls.actor import call
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.patience import NotThere
-from common.mesh.runtime.seams import Seams
-from common.state.pool.workers.rows import Gang, Resident, Role
-from services.node.residents.turn_keeper import LEAVE_S, KeepsTurns, TurnKeeper
-from services.node.residents.turns import Leases
-from sim.loop import VirtualClock, VirtualLoop, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.api.node import TakeTurn, Worker
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import NotThere
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
+from meshrl.services.node.residents.turn_keeper import LEAVE_S, KeepsTurns, TurnKeeper
+from meshrl.services.node.residents.turns import Leases
+from meshrl.sim.loop import VirtualClock, VirtualLoop, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedHost
 
 LEASES = Leases(factor=2.0, floor_s=5.0, cap_s=60.0, unknown_s=20.0)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.residents.turns import GrantedTurn, Leases, TurnOrder, TurnRequest
+from meshrl.services.node.residents.turns import GrantedTurn, Leases, TurnOrder, TurnRequest
 
 LEASES = Leases(factor=2.0, floor_s=1.0, cap_s=10.0, unknown_s=5.0)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from common.state.pool.workers.seat import Seat, parser
-from services.engine.running import ThreadDriver
-from services.engine.service import EngineService
-from services.trainer.compute.piece_runner import PieceRunner
-from services.trainer.gang.compute import Compute
-from services.trainer.ranks.rank import Rank
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.state.pool.workers.seat import Seat, parser
+from meshrl.services.engine.running import ThreadDriver
+from meshrl.services.engine.service import EngineService
+from meshrl.services.trainer.compute.piece_runner import PieceRunner
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.ranks.rank import Rank
 from tests.unit.common.generation.engines_under_test import built_in, request
 from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.state.pool.demand.measured import Curve, Measured, MeasuredWork
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.workers.rows import Role, Tier
+from meshrl.common.state.pool.demand.measured import Curve, Measured, MeasuredWork
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.workers.rows import Role, Tier
 from tests.unit.planner.pools import Looks
 
 TRAJECTORIES, SLOTS = 128.0, 64

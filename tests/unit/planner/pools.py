@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from common.state.jobs import Phase
-from common.state.pool.demand.needs import Need, PlannedJob
-from common.state.pool.placing.decisions import (
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.needs import Need, PlannedJob
+from meshrl.common.state.pool.placing.decisions import (
     Admit,
     Decision,
     Decline,
@@ -21,11 +21,19 @@ from common.state.pool.placing.decisions import (
     Remove,
     Serve,
 )
-from common.state.pool.placing.snapshot import PoolHost, Snapshot
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.decide import decide
-from services.planner.memory import PlannerMemory
+from meshrl.common.state.pool.placing.snapshot import PoolHost, Snapshot
+from meshrl.common.state.pool.workers.rows import (
+    Doing,
+    Gang,
+    Report,
+    Resident,
+    Role,
+    Tier,
+    WorkerRow,
+)
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.decide import decide
+from meshrl.services.planner.memory import PlannerMemory
 
 NOW_MS = 1_000_000
 LOOK_MS = 500

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
-from common.state.pool.workers.rows import Role
+from meshrl.common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
+from meshrl.common.state.pool.workers.rows import Role
 from tests.unit.planner.pools import Looks
 
 TRAJECTORIES, SLOTS = 128, 64

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from common.state.jobs import Phase
-from common.state.pool.placing.decisions import Decline, FailJob, Remove
-from common.state.pool.placing.fitting import fitted, never_fits
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.workers.rows import Budget, Doing, Role, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.memory import PlannerMemory
-from services.planner.policies.engines import shape
-from services.planner.pool.draft import Draft
-from services.planner.pool.presence import present
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.placing.decisions import Decline, FailJob, Remove
+from meshrl.common.state.pool.placing.fitting import fitted, never_fits
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.rows import Budget, Doing, Role, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.memory import PlannerMemory
+from meshrl.services.planner.policies.engines import shape
+from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.pool.presence import present
 from tests.unit.planner.pools import QUIET, Looks, applied, begun, check, does, job, pool, settled
 
 SHORT_MS = round(1000 * PoolSettings().short_s) + 1

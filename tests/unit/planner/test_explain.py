@@ -10,10 +10,10 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 
-from common.base.errors import Refused
-from common.state.pool.placing.decisions import Decision
-from common.state.pool.store.reading import snapshot_document, snapshot_of
-from services.planner.explain import kind_of
+from meshrl.common.base.errors import Refused
+from meshrl.common.state.pool.placing.decisions import Decision
+from meshrl.common.state.pool.store.reading import snapshot_document, snapshot_of
+from meshrl.services.planner.explain import kind_of
 from tests.load import scaled
 from tests.unit.planner.pools import job, pool
 from tests.unit.planner.test_many_jobs import looks_at, pools
@@ -34,7 +34,7 @@ DECISIONS = [
 def explained(look: dict[str, Any]) -> str:
     """What the command prints about a look."""
     return subprocess.run(
-        [sys.executable, "-m", "services.planner.explain"],
+        [sys.executable, "-m", "meshrl.services.planner.explain"],
         input=json.dumps(look),
         capture_output=True,
         text=True,

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.state.pool.placing.fitting import never_fits
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.policies.cores import DEAR, NEVER, fewest_hosts
+from meshrl.common.state.pool.placing.fitting import never_fits
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.policies.cores import DEAR, NEVER, fewest_hosts
 from tests.unit.planner.pools import Looks, begun, job, pool
 
 WIDE = PoolSettings(gangs="network")

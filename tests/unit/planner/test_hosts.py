@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common.state.pool.placing.decisions import Decision, HostGone
-from common.state.pool.placing.snapshot import LEFT, PoolHost
+from meshrl.common.state.pool.placing.decisions import Decision, HostGone
+from meshrl.common.state.pool.placing.snapshot import LEFT, PoolHost
 from tests.unit.planner.pools import Looks, begun, job
 
 GONE_MS = 11_000

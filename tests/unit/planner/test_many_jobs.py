@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.state.jobs import Phase
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Place
-from common.state.pool.placing.fitting import least_workers, never_fits
-from common.state.pool.workers.rows import Doing, Tier
-from common.state.pool.workers.settings import PoolSettings
-from services.planner.admission.sharing import ShareBounds, fill
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Place
+from meshrl.common.state.pool.placing.fitting import least_workers, never_fits
+from meshrl.common.state.pool.workers.rows import Doing, Tier
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.services.planner.admission.sharing import ShareBounds, fill
 from tests.unit.planner.pools import Looks, begun, does, job, pool
 
 

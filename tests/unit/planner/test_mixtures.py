@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from common.base.encoding.plain import plain, restored
-from common.hardware.shapes import ModelShape
-from common.hardware.zebra.kinds import declared_profile
-from common.state.pool.demand.measured import LEVELS, Lengths, Measured, MeasuredWork
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.placing.decisions import Decision, Place
-from common.state.pool.store.explained import explained_of
-from common.state.pool.workers.rows import Apart, Doing, Report, Resident, Tier
-from services.planner.costs.mixtures import Foretold, foretold
-from services.planner.policies.mixtures import Mixture
+from meshrl.common.base.encoding.plain import plain, restored
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.hardware.zebra.kinds import declared_profile
+from meshrl.common.state.pool.demand.measured import LEVELS, Lengths, Measured, MeasuredWork
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.placing.decisions import Decision, Place
+from meshrl.common.state.pool.store.explained import explained_of
+from meshrl.common.state.pool.workers.rows import Apart, Doing, Report, Resident, Tier
+from meshrl.services.planner.costs.mixtures import Foretold, foretold
+from meshrl.services.planner.policies.mixtures import Mixture
 from tests.unit.planner.pools import QUIET, Looks, job, pool
 
 K = 1024

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.job.config import PlannerConfig
-from common.state.pool.placing.decisions import FinishMove, Place
-from common.state.pool.workers.rows import Doing
-from services.planner.memory import PlannerMemory
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.state.pool.placing.decisions import FinishMove, Place
+from meshrl.common.state.pool.workers.rows import Doing
+from meshrl.services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split, stepped
 from tests.unit.planner.pools import LOOK_MS, Looks, begun, does, job
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from common.job.config import PlannerConfig
-from common.state.jobs import Phase
-from common.state.pool.placing.decisions import FailJob, Lose, Place
-from common.state.pool.workers.rows import Budget, Role
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.placing.decisions import FailJob, Lose, Place
+from meshrl.common.state.pool.workers.rows import Budget, Role
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.launch.up_down import pool_without_file
 from tests.unit.planner.pools import NOW_MS, QUIET, Looks, begun, job, pool
 

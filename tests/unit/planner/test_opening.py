@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from common.hardware.shapes import ModelShape
-from common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
-from common.state.pool.placing.decisions import Judge
-from common.state.pool.store.reading import snapshot_document, snapshot_of
-from services.planner.balance.balancing import PLAYED, Plays
-from services.planner.balance.watch import SplitWatch
-from services.planner.costs.correction import Correction
-from services.planner.costs.foretold import TrainingQuery, believed, training
-from services.planner.explain import predictions
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
+from meshrl.common.state.pool.placing.decisions import Judge
+from meshrl.common.state.pool.store.reading import snapshot_document, snapshot_of
+from meshrl.services.planner.balance.balancing import PLAYED, Plays
+from meshrl.services.planner.balance.watch import SplitWatch
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.costs.foretold import TrainingQuery, believed, training
+from meshrl.services.planner.explain import predictions
 from tests.unit.planner.plant import TRAJECTORIES, Plant, run, split
 from tests.unit.planner.pools import Looks, begun, job, pool
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from common.state.jobs import Phase
-from common.state.pool.placing.decisions import Remove
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.placing.decisions import Remove
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier
 from tests.unit.planner.pools import Looks, begun, does, job, pool, settled
 
 

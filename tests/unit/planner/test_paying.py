@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.base.encoding.plain import plain, restored
-from common.job.config import PlannerConfig
-from common.state.pool.demand.measured import Curve, Measured, MeasuredWork
-from common.state.pool.placing.decisions import Decision, Judge
-from common.state.pool.placing.snapshot import PoolHost
-from services.planner.balance.trials import Verdict
-from services.planner.forecast.accounts import Account
-from services.planner.forecast.degrees import noted
-from services.planner.memory import PlannerMemory
+from meshrl.common.base.encoding.plain import plain, restored
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.state.pool.demand.measured import Curve, Measured, MeasuredWork
+from meshrl.common.state.pool.placing.decisions import Decision, Judge
+from meshrl.common.state.pool.placing.snapshot import PoolHost
+from meshrl.services.planner.balance.trials import Verdict
+from meshrl.services.planner.forecast.accounts import Account
+from meshrl.services.planner.forecast.degrees import noted
+from meshrl.services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split
 from tests.unit.planner.pools import Looks, begun, job
 

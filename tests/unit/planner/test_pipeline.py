@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.state.pool.demand.measured import LEVELS, Curve
-from services.planner.forecast.pipeline import played_s
-from services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
+from meshrl.common.state.pool.demand.measured import LEVELS, Curve
+from meshrl.services.planner.forecast.pipeline import played_s
+from meshrl.services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
 
 TERMS = StepTerms(groups=4, group_size=6, max_staleness=2, slots=64, bin_tokens=0)
 ALIKE = Demand(trajectories=24, sampled=50.0, tool_s=0.0, trained=1250.0)

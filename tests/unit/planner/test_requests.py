@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from common.state.pool.placing.decisions import Decline
-from common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.placing.decisions import Decline
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
 from tests.unit.planner.plant import Plant, run
 from tests.unit.planner.pools import Looks, begun, job
 

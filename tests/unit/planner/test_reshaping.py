@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from common.job.config import PlannerConfig
-from common.state.pool.placing.decisions import Judge
-from services.planner.balance.standing import split_of
-from services.planner.costs.correction import Correction
-from services.planner.explain import predictions
-from services.planner.forecast import degrees
-from services.planner.memory import PlannerMemory
-from services.planner.pool.draft import Draft
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.state.pool.placing.decisions import Judge
+from meshrl.services.planner.balance.standing import split_of
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.explain import predictions
+from meshrl.services.planner.forecast import degrees
+from meshrl.services.planner.memory import PlannerMemory
+from meshrl.services.planner.pool.draft import Draft
 from tests.unit.planner.pools import Looks, begun, job
 from tests.unit.planner.tall import SHORT, SLOTS, Tall, degrees_of, helpers_of, run
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.state.jobs import Phase
-from common.state.pool.placing.decisions import Decision, Decline, HostGone
-from common.state.pool.placing.snapshot import LEFT, PoolHost, PoolRequest
-from common.state.pool.placing.taking import ALL, nowhere, refusal
-from common.state.pool.workers.names import TAKEN, service
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.placing.decisions import Decision, Decline, HostGone
+from meshrl.common.state.pool.placing.snapshot import LEFT, PoolHost, PoolRequest
+from meshrl.common.state.pool.placing.taking import ALL, nowhere, refusal
+from meshrl.common.state.pool.workers.names import TAKEN, service
 from tests.unit.planner.pools import Looks, begun, job, pool
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.state.jobs import Phase
-from common.state.pool.demand.needs import PlannedJob
-from services.planner.admission.sharing import ShareBounds, ShareClaim, divide, fill
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.services.planner.admission.sharing import ShareBounds, ShareClaim, divide, fill
 from tests.unit.planner.pools import job
 
 bounds = st.builds(

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.state.jobs import Phase
-from common.state.pool.placing.decisions import Place, Remove
-from common.state.pool.placing.fitting import never_fits
-from common.state.pool.placing.snapshot import PoolRequest
-from common.state.pool.workers.rows import Gang, Resident, Role, Tier
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.placing.decisions import Place, Remove
+from meshrl.common.state.pool.placing.fitting import never_fits
+from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, Tier
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from tests.unit.planner.pools import NOW_MS, Looks, job, pool, settled
 
 STEPS = 30

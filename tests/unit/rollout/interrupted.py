@@ -7,10 +7,10 @@ import types
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from common.base.errors import MeshError
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.ref import Ref
-from common.state.redis.client import State
+from meshrl.common.base.errors import MeshError
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.ref import Ref
+from meshrl.common.state.redis.client import State
 
 
 class Interruption:

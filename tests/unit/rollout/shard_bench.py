@@ -13,7 +13,7 @@ from typing import Any
 
 import msgpack
 
-from common.api.sandbox import (
+from meshrl.common.api.sandbox import (
     OK,
     CallOutcome,
     EndSessions,
@@ -25,10 +25,10 @@ from common.api.sandbox import (
     RunTools,
     Sandbox,
 )
-from common.base.errors import StateUnavailable
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import (
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import (
     AlgorithmConfig,
     BudgetConfig,
     DatasetConfig,
@@ -39,21 +39,21 @@ from common.job.config import (
     RolloutConfig,
     TrackingConfig,
 )
-from common.mesh.runtime.calls.actor import Actor, call, cast
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams
-from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
-from common.state import groups, jobs, steps
-from common.weights.bulk.port import ChunkStore
-from services.engine.service import EngineService
-from services.environment.environments import Environments
-from services.rollout.job import ShardJob
-from services.rollout.runner import TrajectoryRunner
-from services.weights.store import WeightStore
-from sim.engines.simulated import SimulatedEngine
-from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_as
+from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.common.state import groups, jobs, steps
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.services.engine.service import EngineService
+from meshrl.services.environment.environments import Environments
+from meshrl.services.rollout.job import ShardJob
+from meshrl.services.rollout.runner import TrajectoryRunner
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.engines.simulated import SimulatedEngine
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_as
 from tests.contract.state.state_bench import JOB, TRAINER
 from tests.contract.state.state_bench import Bench as StateBench
 from tests.simulated_host import SimulatedChannel, SimulatedHost
@@ -261,7 +261,7 @@ class ShardBench:
                 answers = [[key, *served.perform(key, op, value)] for key, op, value in batch]
                 channel.send(msgpack.packb(answers, use_bin_type=True))
 
-        programs = {"services.environment": environment}
+        programs = {"meshrl.services.environment": environment}
         return kind(
             name,
             name.partition("/")[0],

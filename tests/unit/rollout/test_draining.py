@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from common.state import groups, jobs
-from common.state.pool.store import store as pool
-from services.rollout.shard import RolloutShard
+from meshrl.common.state import groups, jobs
+from meshrl.common.state.pool.store import store as pool
+from meshrl.services.rollout.shard import RolloutShard
 from tests.contract.state.state_bench import JOB
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard

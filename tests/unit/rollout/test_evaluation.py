@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.job.bundle.job_data import JobData
-from common.job.config import BudgetConfig, EvaluationConfig, EvaluationDataset, JobConfig
-from common.job.evaluation_plan import EvaluationPlan
-from common.mesh.process.host import SystemHost
-from common.mesh.telemetry.logs import Telemetry
-from common.state.redis.client import State
-from services.rollout.evaluation import EvaluationRun
-from services.rollout.job import ShardJob
-from services.rollout.samples import Samples
-from services.rollout.trajectories.trajectory import Ending, Trajectory
-from services.rollout.trajectories.transcript import Transcript
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import BudgetConfig, EvaluationConfig, EvaluationDataset, JobConfig
+from meshrl.common.job.evaluation_plan import EvaluationPlan
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.state.redis.client import State
+from meshrl.services.rollout.evaluation import EvaluationRun
+from meshrl.services.rollout.job import ShardJob
+from meshrl.services.rollout.samples import Samples
+from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.services.rollout.trajectories.transcript import Transcript
 from tests.stories import story_on
 from tests.unit.rollout.test_lineages import EVERY, World, in_world
 

@@ -8,13 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.api.sandbox import RAISED, TIMEOUT, CallOutcome, RewardCall
-from common.job.bundle.authored import beginning_of, place_in, place_of, placed, without_place
-from common.state import events, jobs
-from common.state.redis.keys import job_prefix
-from services.rollout.rewards.sandboxes import TIMEOUTS
-from services.rollout.shard import RolloutShard
-from services.rollout.trajectories.failures import HUNG_CALLS, TELL_S, Failures, TrajectoryFailed
+from meshrl.common.api.sandbox import RAISED, TIMEOUT, CallOutcome, RewardCall
+from meshrl.common.job.bundle.authored import (
+    beginning_of,
+    place_in,
+    place_of,
+    placed,
+    without_place,
+)
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis.keys import job_prefix
+from meshrl.services.rollout.rewards.sandboxes import TIMEOUTS
+from meshrl.services.rollout.shard import RolloutShard
+from meshrl.services.rollout.trajectories.failures import (
+    HUNG_CALLS,
+    TELL_S,
+    Failures,
+    TrajectoryFailed,
+)
 from tests.contract.state.state_bench import JOB
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard

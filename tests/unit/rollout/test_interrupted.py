@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import DeadlineExceeded, MeshError, Overloaded, PeerLost, StateUnavailable
-from common.base.random import Random
-from common.job.evaluation_plan import EvaluationPlan
-from services.rollout.evaluation import EvaluationRun
-from services.rollout.trajectories.trajectory import Trajectory, Turn
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    Overloaded,
+    PeerLost,
+    StateUnavailable,
+)
+from meshrl.common.base.random import Random
+from meshrl.common.job.evaluation_plan import EvaluationPlan
+from meshrl.services.rollout.evaluation import EvaluationRun
+from meshrl.services.rollout.trajectories.trajectory import Trajectory, Turn
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.stories import story_on
 from tests.unit.common.generation.test_torch_engine import words
 from tests.unit.rollout.interrupted import Interruption

@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from common.base.occupancy import Occupancy
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import (
+from meshrl.common.base.occupancy import Occupancy
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import (
     BudgetConfig,
     DatasetConfig,
     EvaluationConfig,
     JobConfig,
     RewardConfig,
 )
-from common.state import groups, jobs, steps
-from services.rollout.job import ShardJob
-from services.rollout.routing.stay import Stay
-from services.rollout.runner import TrajectoryRunner
-from services.rollout.shard import RolloutShard
-from services.rollout.trajectories.trajectory import Ending, Trajectory
-from services.rollout.worked import Worked
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.state import groups, jobs, steps
+from meshrl.services.rollout.job import ShardJob
+from meshrl.services.rollout.routing.stay import Stay
+from meshrl.services.rollout.runner import TrajectoryRunner
+from meshrl.services.rollout.shard import RolloutShard
+from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.services.rollout.worked import Worked
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost

@@ -8,16 +8,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from common.base.random import Random
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs, registry
-from common.state.lifecycle.deleting import delete
-from common.state.pool.workers.names import shard
-from common.state.redis.client import State
-from services.rollout.__main__ import serve
-from services.rollout.shard import RolloutShard
-from sim.loop import VirtualClock, run_virtual
-from sim.redis.state import simulated_state
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.lifecycle.deleting import delete
+from meshrl.common.state.pool.workers.names import shard
+from meshrl.common.state.redis.client import State
+from meshrl.services.rollout.__main__ import serve
+from meshrl.services.rollout.shard import RolloutShard
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.redis.state import simulated_state
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost

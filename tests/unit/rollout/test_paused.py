@@ -8,12 +8,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from common.job.evaluation_plan import EvaluationPlan
-from common.state import events, groups, jobs
-from common.state.redis.keys import job_prefix
-from services.rollout.evaluation import evaluate
-from services.rollout.rewards.sandboxes import PATIENCE_S
-from services.rollout.shard import RolloutShard
+from meshrl.common.job.evaluation_plan import EvaluationPlan
+from meshrl.common.state import events, groups, jobs
+from meshrl.common.state.redis.keys import job_prefix
+from meshrl.services.rollout.evaluation import evaluate
+from meshrl.services.rollout.rewards.sandboxes import PATIENCE_S
+from meshrl.services.rollout.shard import RolloutShard
 from tests.contract.state.state_bench import JOB
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard

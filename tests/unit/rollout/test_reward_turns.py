@@ -10,19 +10,19 @@ from typing import Any
 import msgpack
 import pytest
 
-from common.api.engine import Finish
-from common.grading.answers import answer_of
-from common.job.config import EnvironmentConfig, JobConfig, RewardConfig, RolloutConfig
-from common.model.chat.chat import Chat
-from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
-from common.records.ledger import Kind
-from services.environment.environments import Environments
-from services.environment.tools import BuiltIn, JobTool
-from services.rollout.runner import TrajectoryRunner
-from services.rollout.trajectories.failures import TrajectoryFailed
-from services.rollout.trajectories.trajectory import Trajectory
-from services.rollout.trajectories.transcript import Transcript
-from services.sandbox.workers.worker import OK, REWARD, run
+from meshrl.common.api.engine import Finish
+from meshrl.common.grading.answers import answer_of
+from meshrl.common.job.config import EnvironmentConfig, JobConfig, RewardConfig, RolloutConfig
+from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.common.records.ledger import Kind
+from meshrl.services.environment.environments import Environments
+from meshrl.services.environment.tools import BuiltIn, JobTool
+from meshrl.services.rollout.runner import TrajectoryRunner
+from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.rollout.trajectories.transcript import Transcript
+from meshrl.services.sandbox.workers.worker import OK, REWARD, run
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.rollout.test_turns import arrays, restored
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from common.api.sandbox import OK, RAISED, CallOutcome, RewardCall
-from common.records import run_lines
-from services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
-from services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.common.api.sandbox import OK, RAISED, CallOutcome, RewardCall
+from meshrl.common.records import run_lines
+from meshrl.services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
+from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Refused
-from common.mesh.process.host import SystemHost
-from services.rollout.talking.console import ChatConsole
-from services.rollout.talking.partner import Partner
-from services.rollout.talking.sampling import (
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.talking.console import ChatConsole
+from meshrl.services.rollout.talking.partner import Partner
+from meshrl.services.rollout.talking.sampling import (
     Sampled,
     SampledPrompt,
     document,

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.base.errors import ToolFailed
-from common.model.chat.chat import Chat
-from common.model.tokens.tokenizer import Tokenizer
-from services.environment.environments import Environments
-from services.rollout.runner import supervise
-from services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.environment.environments import Environments
+from meshrl.services.rollout.runner import supervise
+from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 ROOT = Path(__file__).parents[3]

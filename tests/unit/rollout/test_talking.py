@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.base.errors import NotFound, ToolFailed
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.job.config import JobConfig
-from common.mesh.process.host import SystemHost
-from common.model.files.hf import save_model
-from common.model.network.decoder import Decoder
+from meshrl.common.base.errors import NotFound, ToolFailed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.network.decoder import Decoder
 from meshrl.job import bundle, jobfile
-from services.rollout.talking.__main__ import row_of
-from services.rollout.talking.partner import Partner, Played
+from meshrl.services.rollout.talking.__main__ import row_of
+from meshrl.services.rollout.talking.partner import Partner, Played
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[3]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from common.base.files.lines import whole
-from services.rollout.record.group_commit import WINDOW_S
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.common.base.files.lines import whole
+from meshrl.services.rollout.record.group_commit import WINDOW_S
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.api.engine import Finish
-from common.base.errors import ToolFailed
-from common.job.config import JobConfig, RolloutConfig
-from common.model.tokens.tokenizer import Tokenizer
-from common.records.ledger import Kind, Record
-from common.records.token_record import TokenRows
-from services.environment.environments import Environments
-from services.rollout.runner import JobTurns, TrajectoryRunner
-from services.rollout.trajectories.trajectory import Restored, Trajectory
-from services.rollout.trajectories.turns import CALLS
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.job.config import JobConfig, RolloutConfig
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.records.ledger import Kind, Record
+from meshrl.common.records.token_record import TokenRows
+from meshrl.services.environment.environments import Environments
+from meshrl.services.rollout.runner import JobTurns, TrajectoryRunner
+from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.services.rollout.trajectories.turns import CALLS
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))

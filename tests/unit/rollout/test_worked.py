@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
-from common.job.evaluation_plan import EvaluationPlan
-from common.state.pool.demand.measured import MeasuredWork, work_of
-from services.rollout.evaluation import evaluate
+from meshrl.common.job.evaluation_plan import EvaluationPlan
+from meshrl.common.state.pool.demand.measured import MeasuredWork, work_of
+from meshrl.services.rollout.evaluation import evaluate
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ShardBench, on_shard
 

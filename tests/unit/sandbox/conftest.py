@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.resources import cgroups
 from tests.unit.sandbox.launching import launching
 
 

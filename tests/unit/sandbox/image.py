@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
 
 LEFT_OUT = ("site-packages", "test", "idlelib", "__pycache__", "config-*", "ensurepip", "tkinter")
 

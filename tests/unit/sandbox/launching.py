@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.resources.cgroups import Homes
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from meshrl.services.sandbox.isolation.resources.cgroups import Homes
 
 
 @contextlib.asynccontextmanager

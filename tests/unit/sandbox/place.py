@@ -7,22 +7,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.api.sandbox import (
+from meshrl.common.api.sandbox import (
     LoadJob,
     RewardPart,
 )
-from common.base.clock import SystemClock
-from common.base.errors import StateUnavailable
-from common.base.host.settings import SETTINGS_ENV
-from common.base.random import Random
-from common.mesh.process.handle import Child
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.ref import Ref
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.mesh.transport.zmq import ZmqTransport
-from common.state.redis.client import State
-from common.state.redis.embedded import command
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.host.settings import SETTINGS_ENV
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.ref import Ref
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.embedded import command
 from tests.load import scaled
 from tests.meshes import PATIENT, SECRET, entered
 
@@ -53,7 +53,7 @@ class Place:
         env = {SETTINGS_ENV: settings, "PYTHONPATH": str(ROOT), "PATH": path}
         log = self.directory / "sandbox.log"
         child = self.host.spawn(
-            [sys.executable, "-m", "services.sandbox", "--name", name, *options],
+            [sys.executable, "-m", "meshrl.services.sandbox", "--name", name, *options],
             name=name,
             env=env,
             log=log,

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.jail.confinement import kernel
 from tests.runner import WORKER_ENV
 
 FIRST_USER, WORKERS, RUNS = 62_000, 16, 100  # a user for each worker of each of several runs

@@ -7,7 +7,7 @@ import contextlib
 
 import psutil
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from tests.load import scaled
 
 SOON_S = 60.0  # for a jail to begin on a busy host

@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.job_clock import JobClock
-from common.mesh.process.host import SystemHost
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import JailFailed
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.sessions import Sessions
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.job_clock import JobClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import JailFailed
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
 from tests.unit.sandbox.launching import launching
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.base.clock import SystemClock
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Ran
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.jail.confinement import landlock
-from services.sandbox.jail.metering import watch
-from services.sandbox.sessions import Sessions
+from meshrl.common.base.clock import SystemClock
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Ran
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.jail.confinement import landlock
+from meshrl.services.sandbox.jail.metering import watch
+from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
 from tests.unit.sandbox.launching import launching
 from tests.unit.sandbox.seen import SOON_S, ZYGOTE, pythons

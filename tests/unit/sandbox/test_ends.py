@@ -6,18 +6,18 @@ import os
 import signal
 from pathlib import Path
 
-from common.api.sandbox import OK
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.state import events
-from common.state.events import Event
+from meshrl.common.api.sandbox import OK
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state import events
+from meshrl.common.state.events import Event
+from meshrl.services.sandbox.outcomes import TELL_S, Ends, ToldEnds
+from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from meshrl.services.sandbox.workers.pool import WorkerPool
+from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.history.news import unforeseen
-from services.sandbox.outcomes import TELL_S, Ends, ToldEnds
-from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
-from services.sandbox.workers.pool import WorkerPool
-from sim.loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost

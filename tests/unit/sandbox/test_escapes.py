@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process.host import SystemHost
-from services.sandbox.isolation.resources import cgroups
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.resources import cgroups
 from tests.load import scaled
 from tests.unit.sandbox.escapes import corpus
 from tests.unit.sandbox.escapes.graded import FORGERIES, STYLES

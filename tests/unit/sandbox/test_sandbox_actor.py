@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from common.api.sandbox import (
+from meshrl.common.api.sandbox import (
     EndSessions,
     JailSettings,
     LoadJob,
@@ -23,12 +23,12 @@ from common.api.sandbox import (
     Sandbox,
     ToolCall,
 )
-from common.base.errors import NotFound, PeerLost, Refused, ToolFailed
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.mesh.process.handle import start_time
-from common.state import registry
-from services.rollout.rewards.sandboxes import SandboxClient
+from meshrl.common.base.errors import NotFound, PeerLost, Refused, ToolFailed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.state import registry
+from meshrl.services.rollout.rewards.sandboxes import SandboxClient
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN
 from tests.unit.sandbox.place import Place

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from services.sandbox.jail import keeper
-from services.sandbox.jail.metering.usage import Scanned
+from meshrl.services.sandbox.jail import keeper
+from meshrl.services.sandbox.jail.metering.usage import Scanned
 
 
 class Forking(Scanned):

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from common.api.sandbox import JailSettings, LoadJob, RewardPart
-from common.base.clock import SystemClock
-from common.base.errors import Refused
-from common.job.bundle.loading import digest_of
-from common.mesh.process.host import SystemHost
-from services.sandbox.actor import SandboxActor, ServedSandbox
-from services.sandbox.workers.calls import PoolLimits
+from meshrl.common.api.sandbox import JailSettings, LoadJob, RewardPart
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.bundle.loading import digest_of
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.actor import SandboxActor, ServedSandbox
+from meshrl.services.sandbox.workers.calls import PoolLimits
 
 TOLD = LoadJob("j", "/runs/j/bundle/modules", {}, bundle="d1")
 OTHERS = {

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import StorageFull
-from common.base.files.append_file import AppendFile
-from common.base.files.durable import sync
-from common.base.random import Random
-from common.mesh.process.host import replace_file
-from common.weights.chunks.chunks import ChunkStore
-from sim.disk import Disk
-from sim.mesh.faults.damage import Spoiler, flip, misdirect
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.files.durable import sync
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import replace_file
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.sim.disk import Disk
+from meshrl.sim.mesh.faults.damage import Spoiler, flip, misdirect
 
 
 @pytest.fixture

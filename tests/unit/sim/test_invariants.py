@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.base.digest import digest_of
-from common.records.ledger import HEADER, Kind, frame
-from sim.mesh.faults.invariants import MeshTerms, check
-from sim.mesh.faults.witness import Facts, WitnessedGroup
+from meshrl.common.base.digest import digest_of
+from meshrl.common.records.ledger import HEADER, Kind, frame
+from meshrl.sim.mesh.faults.invariants import MeshTerms, check
+from meshrl.sim.mesh.faults.witness import Facts, WitnessedGroup
 
 TERMS = MeshTerms(steps=2, max_staleness=2, keep_checkpoints=2)
 CONTENT = b"weights"

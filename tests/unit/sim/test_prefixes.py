@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.generation.builtin.schedule import PREFILL_TOKENS
-from common.generation.loading import CHUNK
-from sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
-from sim.prefixes.meeting import PrefixCurve, closed_form, events
+from meshrl.common.generation.builtin.schedule import PREFILL_TOKENS
+from meshrl.common.generation.loading import CHUNK
+from meshrl.sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
+from meshrl.sim.prefixes.meeting import PrefixCurve, closed_form, events
 
 
 def test_even_costs_meet_where_both_take_as_long() -> None:

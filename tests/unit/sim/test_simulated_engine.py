@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.api.engine import Finish
+from meshrl.common.api.engine import Finish
 from tests.unit.common.generation.engines_under_test import VOCAB, StandingClock, request, simulated
 
 

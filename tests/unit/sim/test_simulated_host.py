@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
-from common.base.random import Random
-from common.mesh.process.host import Host
-from common.mesh.process.starting import Spawning
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import DeadlineExceeded, MeshError, PeerLost
-from common.base.random import Random
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams, Terms
-from sim.loop import VirtualClock, run_virtual
-from sim.network import Faults, MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.network import Faults, MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedHost
 from tests.unit.common.mesh.runtime.talking import Number, Talk, Talker, Text
 

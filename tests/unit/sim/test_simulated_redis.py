@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 from redis.exceptions import DataError
 
-from common.base.errors import StateUnavailable
-from common.base.random import Random
-from common.state import events, leader
-from common.state.redis.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, State
-from sim.loop import VirtualClock, run_virtual
-from sim.redis.server import Full, NotSimulated, RedisServer
-from sim.redis.state import simulated_state, state_on
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.random import Random
+from meshrl.common.state import events, leader
+from meshrl.common.state.redis.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, State
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.redis.server import Full, NotSimulated, RedisServer
+from meshrl.sim.redis.state import simulated_state, state_on
 from tests.contract.state.state_bench import HandClock
 
 TTL_MS = 600_000
 ORDERS = """
-from sim.redis.server import RedisServer
+from meshrl.sim.redis.server import RedisServer
 class Still:
     def wall(self): return 1.0
     monotonic = wall

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import structlog
 
-from common.base.errors import PeerLost
-from common.base.random import Random
-from common.mesh.process.starting import Spawning
-from sim.loop import VirtualLoop
-from sim.machine import Machine, ProcessHost, VirtualChild
-from sim.mesh.running import run_in
-from sim.process import VirtualProcess
-from sim.record import EventRecord
+from meshrl.common.base.errors import PeerLost
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.sim.loop import VirtualLoop
+from meshrl.sim.machine import Machine, ProcessHost, VirtualChild
+from meshrl.sim.mesh.running import run_in
+from meshrl.sim.process import VirtualProcess
+from meshrl.sim.record import EventRecord
 
 Story = Callable[[Machine], Awaitable[None]]
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.schedule import attention_order
-from common.hardware.zebra.timeline import makespan
-from sim.zebra.figures import NEAR, K, PaperFigure, causes, runs
-from sim.zebra.orders import all_orders, best_of_all, best_of_swaps
-from sim.zebra.runs import plain, with_and_without
-from sim.zebra.setups import MODELS, ON_PREM, SETUPS, PaperModel, grid, profile
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.schedule import attention_order
+from meshrl.common.hardware.zebra.timeline import makespan
+from meshrl.sim.zebra.figures import NEAR, K, PaperFigure, causes, runs
+from meshrl.sim.zebra.orders import all_orders, best_of_all, best_of_swaps
+from meshrl.sim.zebra.runs import plain, with_and_without
+from meshrl.sim.zebra.setups import MODELS, ON_PREM, SETUPS, PaperModel, grid, profile
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from common.weights.layout.laying import Part, whole
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.rows.saved import FIRST, MASTER, SavedRows, save_rows, sync_all
+from meshrl.common.weights.layout.laying import Part, whole
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.rows.saved import FIRST, MASTER, SavedRows, save_rows, sync_all
 
 
 def save_state(path: Path, state: Mapping[str, Tensor]) -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from common.api.weights import STORE
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkServer, ChunkStore
-from services.weights.home import Errands
-from services.weights.store import WeightStore
-from sim.redis.state import simulated_state
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkServer, ChunkStore
+from meshrl.services.weights.home import Errands
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 from tests.unit.weights.storing import Store
 

@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 
-from common.api.transfer.bulk import GROUPS
-from common.api.weights import STORE, Checkpoint, Weights
-from common.base.errors import NotFound
-from common.base.random import Random
-from common.job.config import BudgetConfig, JobConfig, TrainingConfig
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.seams import Seams, Terms
-from common.state import groups, jobs, steps
-from common.state.redis.client import State
-from common.weights.bulk.port import BulkClient, ChunkStore
-from common.weights.receive import Receiver
-from common.weights.store.weight_store import put
 from loadtests.weights.whole import staged_whole
-from services.weights.store import WeightStore
-from sim.loop import VirtualClock, VirtualLoop, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.server import RedisServer
-from sim.redis.state import state_on
+from meshrl.common.api.transfer.bulk import GROUPS
+from meshrl.common.api.weights import STORE, Checkpoint, Weights
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import BudgetConfig, JobConfig, TrainingConfig
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.state import groups, jobs, steps
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.weight_store import put
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.loop import VirtualClock, VirtualLoop, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.server import RedisServer
+from meshrl.sim.redis.state import state_on
 from tests.simulated_host import SimulatedHost
 
 JOB, SHARD, TRAINER = "job", "rollout/job/0", "trainer/job"

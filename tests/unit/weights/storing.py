@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.mesh.runtime.mesh import Mesh
-from common.weights.bulk.port import BulkClient, ChunkStore
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
 
 
 class Store:

@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.api.weights import STORE, Base, Fetch, Manifest, Weights
-from common.base.errors import MeshError
-from common.weights.layout.manifest import Rows, by_chunk, read_whole
-from common.weights.receive import Receiver
 from loadtests.weights.whole import staged_whole
+from meshrl.common.api.weights import STORE, Base, Fetch, Manifest, Weights
+from meshrl.common.base.errors import MeshError
+from meshrl.common.weights.layout.manifest import Rows, by_chunk, read_whole
+from meshrl.common.weights.receive import Receiver
 from tests.unit.weights.storing import Store
 
 JOB = "job"

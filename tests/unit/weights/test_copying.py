@@ -15,28 +15,28 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from common.api.weights import STORE, Checkpoint, LayOut, Weights
-from common.base.clock import SystemClock
-from common.base.digest import digest_of
-from common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
-from common.base.files.sealed import sealed
-from common.job.bundle import bundle_files
-from common.records.checkpoints import (
+from meshrl.common.api.weights import STORE, Checkpoint, LayOut, Weights
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.records.checkpoints import (
     STATE,
     all_checkpoints,
     digests_below,
     manifest_of,
     verified,
 )
-from common.records.durable_copy import Durable, DurableCopy, TakenOver
-from common.state import events, jobs, registry, steps
-from common.state.lifecycle import deleting
+from meshrl.common.records.durable_copy import Durable, DurableCopy, TakenOver
+from meshrl.common.state import events, jobs, registry, steps
+from meshrl.common.state.lifecycle import deleting
 from meshrl.directory.places import MeshPlace, read_json
 from meshrl.launch.head import from_copy
+from meshrl.services.weights.copying import DAY_S, LATEST_AGAIN_S, LOOK_S, OLD_S, SILENT_S, Copying
+from meshrl.sim.mesh.job.job import config_of, document_of
+from meshrl.sim.redis.state import simulated_state
 from meshrl.view.live import tables
-from services.weights.copying import DAY_S, LATEST_AGAIN_S, LOOK_S, OLD_S, SILENT_S, Copying
-from sim.mesh.job.job import config_of, document_of
-from sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedHost
 from tests.unit.weights.store_bench import JOB, TRAINER, StoreBench, on_store
 

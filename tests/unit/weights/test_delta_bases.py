@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from common.api.transfer.deltas import Base
-from services.weights.deltas import MOST_BASES, VersionHolder, bases
+from meshrl.common.api.transfer.deltas import Base
+from meshrl.services.weights.deltas import MOST_BASES, VersionHolder, bases
 
 
 def version(number: int, lineage: int = 0) -> Base:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.api.transfer.deltas import (
+from meshrl.common.api.transfer.deltas import (
     AskDeltas,
     Base,
     BeginDelta,
@@ -18,12 +18,12 @@ from common.api.transfer.deltas import (
     Received,
     StageDelta,
 )
-from common.api.weights import STORE, Weights
-from common.base.errors import BadMessage
-from common.base.files import documents
-from common.weights.store.weight_store import put
-from services.weights.deltas import MOST_PARTS
-from services.weights.versions.known import RunVersions
+from meshrl.common.api.weights import STORE, Weights
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.files import documents
+from meshrl.common.weights.store.weight_store import put
+from meshrl.services.weights.deltas import MOST_PARTS
+from meshrl.services.weights.versions.known import RunVersions
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 LONG_S = 80.0  # longer than every grace but that of what nobody has named

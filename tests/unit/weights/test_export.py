@@ -11,26 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.api.weights import Manifest
-from common.api.weights import Tensor as Described
-from common.base.encoding.blob import unpack
-from common.base.errors import Damaged, NotFound, Refused
-from common.base.files.sealed import sealed
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig, LoraConfig
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import save_model
-from common.model.files.rows import load_model
-from common.model.files.safetensors_file import NAMES
-from common.model.network.decoder import Decoder
-from common.model.tokens.tokenizer import character_tokenizer
-from common.records.checkpoints import STATE, checkpoint_name, digests_below
-from common.weights.bulk.port import ChunkStore
-from common.weights.layout.manifest import packed
-from common.weights.output import write_version
-from services.trainer.models import lora
-from services.weights.export import chosen, write, write_below
-from services.weights.versions.known import StoredVersion, versions
+from meshrl.common.api.weights import Manifest
+from meshrl.common.api.weights import Tensor as Described
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.base.errors import Damaged, NotFound, Refused
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, LoraConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.files.safetensors_file import NAMES
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.records.checkpoints import STATE, checkpoint_name, digests_below
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.layout.manifest import packed
+from meshrl.common.weights.output import write_version
+from meshrl.services.trainer.models import lora
+from meshrl.services.weights.export import chosen, write, write_below
+from meshrl.services.weights.versions.known import StoredVersion, versions
 from tests.attention import causal_attention
 from tests.unit.common.base.files.harms import flip
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.job.config import JobConfig, LoraConfig
-from common.model.files.rows import load_model
+from meshrl.common.job.config import JobConfig, LoraConfig
+from meshrl.common.model.files.rows import load_model
 from meshrl.job.bundle import pack
-from services.trainer.models import lora
-from services.weights.export import write
+from meshrl.services.trainer.models import lora
+from meshrl.services.weights.export import write
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.weights.test_export import Run, weights
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Damaged, NotFound
-from common.weights.store.weight_store import fetch_file, put_file
+from meshrl.common.base.errors import Damaged, NotFound
+from meshrl.common.weights.store.weight_store import fetch_file, put_file
 from tests.unit.weights.storing import Store
 
 

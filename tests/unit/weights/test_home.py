@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 import pytest
 
-from common.api.weights import STORE, Clear, KeepLines, LayOut, SetAside
-from common.base.clock import SystemClock
-from common.base.errors import BadMessage, MeshError
-from common.base.files import damage
-from common.base.files.append_file import AppendFile
-from common.job.config import JobConfig
-from common.mesh.process.host import SystemHost
-from common.records.checkpoints import digests_below
-from common.state import events, jobs
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.store.weight_store import lay_out
-from services.weights.home import ANSWER_S, STALL_S, Errands, TaskProgress
-from services.weights.store import WeightStore
-from sim.redis.state import simulated_state
+from meshrl.common.api.weights import STORE, Clear, KeepLines, LayOut, SetAside
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import BadMessage, MeshError
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.records.checkpoints import digests_below
+from meshrl.common.state import events, jobs
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.store.weight_store import lay_out
+from meshrl.services.weights.home import ANSWER_S, STALL_S, Errands, TaskProgress
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.simulated_host import SimulatedHost

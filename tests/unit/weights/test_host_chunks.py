@@ -16,21 +16,21 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common.api.weights import STORE
-from common.base.clock import SystemClock
-from common.base.digest import digest_of
-from common.base.errors import NotFound
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.state.redis.client import State
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.weights.layout.images import Image
-from common.weights.receive import Receiver
-from common.weights.store.host_chunks import UNUSED_S, sweep, through
 from loadtests.weights.whole import staged_whole
-from services.weights.store import WeightStore
-from sim.redis.state import simulated_state
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import NotFound
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.weights.layout.images import Image
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.host_chunks import UNUSED_S, sweep, through
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.common.weights.bulk.road import Road

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from common.records.checkpoints import STATE, committed
-from common.state import events, jobs
-from common.state.lifecycle import deleting
-from common.weights.chunks.verified import NAME
-from common.weights.layout.manifest import unpacked
-from services.weights.keeping.pins import Pin, pin
-from services.weights.keeping.sweeping import GRACE_S, ORPHAN_S, ORPHANS_S, SWEEP_S
+from meshrl.common.records.checkpoints import STATE, committed
+from meshrl.common.state import events, jobs
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.weights.chunks.verified import NAME
+from meshrl.common.weights.layout.manifest import unpacked
+from meshrl.services.weights.keeping.pins import Pin, pin
+from meshrl.services.weights.keeping.sweeping import GRACE_S, ORPHAN_S, ORPHANS_S, SWEEP_S
 from tests.load import scaled
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.model.files.rows import load_model
-from services.weights.making import MARKER
-from services.weights.versions.__main__ import answered
-from services.weights.versions.exporting import BEGUN
-from services.weights.versions.known import RunVersions
+from meshrl.common.model.files.rows import load_model
+from meshrl.services.weights.making import MARKER
+from meshrl.services.weights.versions.__main__ import answered
+from meshrl.services.weights.versions.exporting import BEGUN
+from meshrl.services.weights.versions.known import RunVersions
 from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 from tests.unit.weights.test_killed_collections import ROOT, dies_at, ended

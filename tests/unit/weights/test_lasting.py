@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.weights.keeping.retention import Number, chain, lasting
+from meshrl.services.weights.keeping.retention import Number, chain, lasting
 
 LINEAR = {f"0.{n}": Number(0, n) for n in range(13)}
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.base.errors import Damaged, Refused
-from common.model.files.rows import load_model
-from services.weights.export import scratch_of, write
-from services.weights.making import MADE, MARKER, OLD, making, put
-from services.weights.versions.known import versions
+from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.model.files.rows import load_model
+from meshrl.services.weights.export import scratch_of, write
+from meshrl.services.weights.making import MADE, MARKER, OLD, making, put
+from meshrl.services.weights.versions.known import versions
 from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, Run, model, weights
 
@@ -23,8 +23,8 @@ CLEANS = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from common.base.errors import Refused
-from services.weights.making import making
+from meshrl.common.base.errors import Refused
+from meshrl.services.weights.making import making
 for _ in range(int(sys.argv[2])):
     with suppress(Refused), making(Path(sys.argv[1])):
         pass

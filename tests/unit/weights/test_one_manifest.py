@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.weights import STORE, Manifest, Tensor, Weights
-from common.base.errors import AlreadyCommitted
-from common.mesh.process.host import SystemHost
-from common.state import jobs, steps
-from common.state.redis.client import State
-from services.weights.keeping.records import JobRecords
-from services.weights.keeping.retention import Number
+from meshrl.common.api.weights import STORE, Manifest, Tensor, Weights
+from meshrl.common.base.errors import AlreadyCommitted
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state import jobs, steps
+from meshrl.common.state.redis.client import State
+from meshrl.services.weights.keeping.records import JobRecords
+from meshrl.services.weights.keeping.retention import Number
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.unit.weights.storing import Store
 

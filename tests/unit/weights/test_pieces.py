@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from common.weights.bulk.port import BulkClient
-from common.weights.receive import Receiver
 from loadtests.weights.whole import staged_whole
-from services.weights.export import read_tensors
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.receive import Receiver
+from meshrl.services.weights.export import read_tensors
 from tests.unit.weights.storing import Store
 
 MOST = 1000  # bytes: stands for the limit of a chunk, and for that of the bulk port

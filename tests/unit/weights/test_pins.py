@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from common.api.weights import Manifest, Tensor
-from common.base.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
-from common.mesh.runtime.patience import waited_for
-from common.state import events, jobs
-from common.state.events import Event
-from common.state.lifecycle import deleting
+from meshrl.common.api.weights import Manifest, Tensor
+from meshrl.common.base.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
+from meshrl.common.mesh.runtime.patience import waited_for
+from meshrl.common.state import events, jobs
+from meshrl.common.state.events import Event
+from meshrl.common.state.lifecycle import deleting
+from meshrl.services.weights.keeping.pins import Pin, all_pins, names, pin, pins, unpin
+from meshrl.services.weights.keeping.sweeping import GRACE_S, SWEEP_S
 from meshrl.view.history import news
-from services.weights.keeping.pins import Pin, all_pins, names, pin, pins, unpin
-from services.weights.keeping.sweeping import GRACE_S, SWEEP_S
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 LONG_S = GRACE_S + 4 * SWEEP_S

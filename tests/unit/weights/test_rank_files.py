@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.api.ranks import RowsSaved
-from common.weights.store.weight_store import fetch_file
-from services.trainer.gang.saving import check_own
+from meshrl.common.api.ranks import RowsSaved
+from meshrl.common.weights.store.weight_store import fetch_file
+from meshrl.services.trainer.gang.saving import check_own
 from tests.unit.trainer.ranks.test_rank_saving import GENERATION, order, saving, scratch
 from tests.unit.weights.storing import Store
 

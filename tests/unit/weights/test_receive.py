@@ -16,25 +16,25 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common.api.weights import STORE
-from common.base.clock import SystemClock
-from common.base.encoding.blob import pack
-from common.base.errors import BadMessage, Damaged, NotFound, PeerLost
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.state.redis.client import State
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.weights.chunks import verified
-from common.weights.chunks.verified import NAME, TRUSTED_S, Verified
-from common.weights.layout.images import Image
-from common.weights.layout.manifest import Rows
-from common.weights.receive import Receiver
-from common.weights.store.host_chunks import WantedVersion
-from common.weights.ways.bringing import Bringing
 from loadtests.weights.whole import staged_whole
-from services.weights.store import WeightStore
-from sim.redis.state import simulated_state
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.blob import pack
+from meshrl.common.base.errors import BadMessage, Damaged, NotFound, PeerLost
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.weights.chunks import verified
+from meshrl.common.weights.chunks.verified import NAME, TRUSTED_S, Verified
+from meshrl.common.weights.layout.images import Image
+from meshrl.common.weights.layout.manifest import Rows
+from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.store.host_chunks import WantedVersion
+from meshrl.common.weights.ways.bringing import Bringing
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 

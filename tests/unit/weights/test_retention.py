@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from common.state.jobs import COUNTS, JobRow
-from services.weights.keeping.retention import Number, awaited, expired, pinned
+from meshrl.common.state.jobs import COUNTS, JobRow
+from meshrl.services.weights.keeping.retention import Number, awaited, expired, pinned
 
 NAMES = [f"step-000-{n:06d}" for n in range(6)]
 

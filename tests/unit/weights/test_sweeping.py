@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from common.api.transfer.bulk import GROUPS
-from common.api.weights import STORE, CheckpointName, Examine, Fetch, Weights
-from common.base.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
-from common.records.checkpoints import committed
-from common.state import events, jobs, steps
-from common.state.lifecycle import deleting
-from common.weights.receive import Receiver
-from services.weights.keeping.records import JobRecords
+from meshrl.common.api.transfer.bulk import GROUPS
+from meshrl.common.api.weights import STORE, CheckpointName, Examine, Fetch, Weights
+from meshrl.common.base.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
+from meshrl.common.records.checkpoints import committed
+from meshrl.common.state import events, jobs, steps
+from meshrl.common.state.lifecycle import deleting
+from meshrl.common.weights.receive import Receiver
+from meshrl.services.weights.keeping.records import JobRecords
 from tests.simulated_host import SimulatedHost
 from tests.unit.common.base.files.harms import HARMS, Harm, delete, flip, older_copy
 from tests.unit.weights.store_bench import EVERY, JOB, STEPS, StoreBench, on_store

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from common.base.clock import SystemClock
-from common.base.errors import Damaged, DeadlineExceeded, NotFound
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import MeshSettings
-from common.model.files.rows import load_model
-from common.state import events, jobs
-from common.state.redis.client import State
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Damaged, DeadlineExceeded, NotFound
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis.client import State
 from meshrl.directory.versions import copied
-from services.weights.keeping.pins import Pin, pin
-from services.weights.keeping.records import JOBS, JobRecords
-from services.weights.keeping.retention import Number
-from services.weights.version_copies import VersionCopies, outcomes
-from sim.redis.state import simulated_state
+from meshrl.services.weights.keeping.pins import Pin, pin
+from meshrl.services.weights.keeping.records import JOBS, JobRecords
+from meshrl.services.weights.keeping.retention import Number
+from meshrl.services.weights.version_copies import VersionCopies, outcomes
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.weights.test_export import CONFIG, Run, logits, model, weights

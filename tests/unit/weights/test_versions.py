@@ -16,21 +16,28 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from common.base.errors import ConfigError, MeshError, NotFound, QuotaExceeded, Refused, StorageFull
-from common.base.files.sealed import sealed
-from common.model.files.hf import save_model
-from common.model.files.rows import load_model
-from common.model.tokens.tokenizer import character_tokenizer
-from common.records.checkpoints import checkpoint_name
 from meshrl.cli import app
+from meshrl.common.base.errors import (
+    ConfigError,
+    MeshError,
+    NotFound,
+    QuotaExceeded,
+    Refused,
+    StorageFull,
+)
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.records.checkpoints import checkpoint_name
 from meshrl.directory.versions import answer, asked, command
 from meshrl.run.resuming import resume
-from services.weights.keeping.pins import PINS, Pin, pin
-from services.weights.making import making
-from services.weights.versions.__main__ import answered
-from services.weights.versions.comparing import compare
-from services.weights.versions.exporting import BEGUN, to
-from services.weights.versions.known import RunVersions, versions
+from meshrl.services.weights.keeping.pins import PINS, Pin, pin
+from meshrl.services.weights.making import making
+from meshrl.services.weights.versions.__main__ import answered
+from meshrl.services.weights.versions.comparing import compare
+from meshrl.services.weights.versions.exporting import BEGUN, to
+from meshrl.services.weights.versions.known import RunVersions, versions
 from tests.load import scaled
 from tests.unit.weights.test_export import CONFIG, SHAPE, Run, model, weights
 

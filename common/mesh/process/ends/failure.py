@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from common.base.errors import (
+from meshrl.common.base.errors import (
     ConfigError,
     Fenced,
     MeshError,
@@ -26,7 +26,7 @@ from common.base.errors import (
     StorageFull,
     ToolFailed,
 )
-from common.mesh.process.ends import limits
+from meshrl.common.mesh.process.ends import limits
 
 FAILURE_ENV = "MESHRL_FAILURE"  # path of the file
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}

@@ -1,13 +1,13 @@
 """The first code of every process that a Host executes: it ties the process to its parent, then
 closes its files to other users, then runs the program in its place.
 
-`python -m common.mesh.process.entry.child parent=PID death=FD nice=N rlimit=AS:BYTES -- module:NAME
-ARGS...` runs a Python module in this same interpreter, which costs no second one; `-- exec:PROGRAM
-ARGS...` replaces it, and needs no more of Python than this file. The parent forks without running
-Python code in the child (a `preexec_fn` would, next to ZeroMQ's and our own threads). A program
-dies with the spawning thread of its parent, a module also when the parent's death pipe closes.
-`guard=FD` comes first, in place of `parent`: FD is the death pipe (`guard.py`). Only the standard
-library, and little of it: it is in the start-up time of every process.
+`python -m meshrl.common.mesh.process.entry.child parent=PID death=FD nice=N rlimit=AS:BYTES --
+module:NAME ARGS...` runs a Python module in this same interpreter, which costs no second one; `--
+exec:PROGRAM ARGS...` replaces it, and needs no more of Python than this file. The parent forks
+without running Python code in the child (a `preexec_fn` would, next to ZeroMQ's and our own
+threads). A program dies with the spawning thread of its parent, a module also when the parent's
+death pipe closes. `guard=FD` comes first, in place of `parent`: FD is the death pipe (`guard.py`).
+Only the standard library, and little of it: it is in the start-up time of every process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def guarded(owner: int) -> None:
     for _ in range(5):
         own = os.path.dirname(own)
     sys.path.append(own)  # where no module of ours can be imported, as for a program
-    from common.mesh.process.entry import guard
+    from meshrl.common.mesh.process.entry import guard
 
     sys.path.remove(own)
     writing = guard.enter(owner, 1)
@@ -188,14 +188,14 @@ def main(argv: list[str]) -> None:
     for option in argv[:split]:
         key, value = option.split("=", 1)
         if key not in OPTIONS:
-            raise SystemExit(f"common.mesh.process.entry.child: unknown option {option!r}")
+            raise SystemExit(f"meshrl.common.mesh.process.entry.child: unknown option {option!r}")
         OPTIONS[key](value)
     kind, _, name = program.partition(":")
     if kind == "exec":
         os.execvp(name, [name, *arguments])
     import runpy
 
-    from common.mesh.process.output.streams import outlive_a_full_disk
+    from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
 
     outlive_a_full_disk()
     sys.argv = [name, *arguments]
@@ -204,7 +204,7 @@ def main(argv: list[str]) -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     except BaseException as error:
         reserve()
-        from common.mesh.process.ends import failure
+        from meshrl.common.mesh.process.ends import failure
 
         failure.leave(error)
         raise

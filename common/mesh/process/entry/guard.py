@@ -23,8 +23,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from common.mesh.process.entry.child import tie_to_parent
-from common.mesh.process.output.log_bounds import LogBudget, bound
+from meshrl.common.mesh.process.entry.child import tie_to_parent
+from meshrl.common.mesh.process.output.log_bounds import LogBudget, bound
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 NAME = b"meshrl-guard"

@@ -22,10 +22,10 @@ import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from common.mesh.process.ends import failure, limits
-from common.mesh.process.entry.child import CHANNEL_FD, ORPHANED, PRIVATE, end_with
-from common.mesh.process.forking.birth import GO, ForkOrder
-from common.mesh.process.output.streams import outlive_a_full_disk
+from meshrl.common.mesh.process.ends import failure, limits
+from meshrl.common.mesh.process.entry.child import CHANNEL_FD, ORPHANED, PRIVATE, end_with
+from meshrl.common.mesh.process.forking.birth import GO, ForkOrder
+from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
 
 MALLOPT = {  # glibc reads these when a program starts; afterwards they are set by number
     "MALLOC_TRIM_THRESHOLD_": -1,

@@ -1,6 +1,6 @@
 """The nursery of a host: a process that has imported what others need, and forks them on request.
 
-    python -m common.mesh.process.forking.nursery SOCKET MODULE...
+    python -m meshrl.common.mesh.process.forking.nursery SOCKET MODULE...
 
 It has one thread and no ZeroMQ context, event loop, process group or CUDA context, so that a fork
 is whole; it checks that before it listens. Children belong to whoever asked for them (`birth.py`),
@@ -24,9 +24,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from common.mesh.process.entry import guard
-from common.mesh.process.forking import newborn
-from common.mesh.process.forking.birth import DESCRIPTORS, ORDER_LIMIT, ForkOrder, same_user, short
+from meshrl.common.mesh.process.entry import guard
+from meshrl.common.mesh.process.forking import newborn
+from meshrl.common.mesh.process.forking.birth import (
+    DESCRIPTORS,
+    ORDER_LIMIT,
+    ForkOrder,
+    same_user,
+    short,
+)
 
 BACKLOG = 128
 # What an interpreter and its libraries read of their environment only when they are loaded: where

@@ -11,8 +11,8 @@ import stat
 import sys
 from typing import Any
 
-from common.base.host.terminal import VisibleStream, behind
-from common.mesh.process.output.log_bounds import LogBudget
+from meshrl.common.base.host.terminal import VisibleStream, behind
+from meshrl.common.mesh.process.output.log_bounds import LogBudget
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.ends.failure import Failure, end_of, told
-from common.state.redis.client import State
-from common.state.redis.keys import MESH, job_prefix
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.ends.failure import Failure, end_of, told
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH, job_prefix
 
 ENDED = f"{MESH}:ended"
 EVENT_S = 2.0  # a report must not hold up a restart

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, StateUnavailable
-from common.mesh.process.handle import Child
-from common.state import registry
-from common.state.redis.client import State
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State
 
 INTERVAL_S = 0.7
 EXPIRED_S = 2.0  # seconds of seen expiry before a process counts as stopped

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from common.base.clock import Clock
-from common.base.errors import NotFound, Refused
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.handle import Child
-from common.mesh.process.host import Host
-from common.mesh.process.starting import Spawning
-from common.mesh.process.supervision.restarts import FIRST_DELAY_S, LONGEST_DELAY_S, Restarts
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.supervision.restarts import FIRST_DELAY_S, LONGEST_DELAY_S, Restarts
 
 CHECK_S = 0.5  # how often a running child's lease is looked at
 NO_START = 1  # what a run that could not even begin ended with

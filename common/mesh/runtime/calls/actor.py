@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from common.api.calls.interface import Call, Cast, Interface, Method, Stream
-from common.base.errors import ConfigError
+from meshrl.common.api.calls.interface import Call, Cast, Interface, Method, Stream
+from meshrl.common.base.errors import ConfigError
 
 Q = TypeVar("Q")
 R = TypeVar("R")

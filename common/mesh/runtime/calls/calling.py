@@ -9,18 +9,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from common.api.calls.interface import Call, Method, Stream
-from common.base.clock import Clock
-from common.base.encoding.messages import Frame
-from common.base.errors import DeadlineExceeded, HandshakeFailed, MeshError, PeerLost, WrongKeys
-from common.mesh.runtime.calls.directory import Route
-from common.mesh.runtime.calls.outstanding import Incoming, Link, Outstanding, gone, reported
-from common.mesh.runtime.calls.sweep import NEVER, Sweep
-from common.mesh.telemetry.logs import Telemetry
-from common.mesh.telemetry.tracing import Tracer
-from common.mesh.transport.address import endpoint_of, key_of, key_text
-from common.mesh.transport.base import Transport
-from common.mesh.wire.frames import (
+from meshrl.common.api.calls.interface import Call, Method, Stream
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    HandshakeFailed,
+    MeshError,
+    PeerLost,
+    WrongKeys,
+)
+from meshrl.common.mesh.runtime.calls.directory import Route
+from meshrl.common.mesh.runtime.calls.outstanding import Incoming, Link, Outstanding, gone, reported
+from meshrl.common.mesh.runtime.calls.sweep import NEVER, Sweep
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.telemetry.tracing import Tracer
+from meshrl.common.mesh.transport.address import endpoint_of, key_of, key_text
+from meshrl.common.mesh.transport.base import Transport
+from meshrl.common.mesh.wire.frames import (
     CALL,
     CANCEL,
     CAST,

@@ -9,8 +9,8 @@ import math
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from common.base.clock import Clock
-from common.base.errors import (
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
     DeadlineExceeded,
     HandshakeFailed,
     MeshError,
@@ -18,9 +18,9 @@ from common.base.errors import (
     StateUnavailable,
     WrongKeys,
 )
-from common.mesh.runtime.calls.waits import WaitTable
-from common.state import registry
-from common.state.redis.client import State
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from common.api.calls.interface import Method, Stream
-from common.base.encoding.messages import Frame, decode
-from common.base.errors import BadMessage, MeshError, PeerLost, from_wire
-from common.mesh.runtime.calls.directory import Route
-from common.mesh.runtime.calls.sweep import NEVER
-from common.mesh.wire.frames import check_sizes, unpack_error
+from meshrl.common.api.calls.interface import Method, Stream
+from meshrl.common.base.encoding.messages import Frame, decode
+from meshrl.common.base.errors import BadMessage, MeshError, PeerLost, from_wire
+from meshrl.common.mesh.runtime.calls.directory import Route
+from meshrl.common.mesh.runtime.calls.sweep import NEVER
+from meshrl.common.mesh.wire.frames import check_sizes, unpack_error
 
 if TYPE_CHECKING:
-    from common.mesh.runtime.calls.calling import Caller
+    from meshrl.common.mesh.runtime.calls.calling import Caller
 
 R = TypeVar("R")
 

@@ -10,11 +10,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from common.api.calls.callers import Callers
-from common.api.calls.interface import Call, Cast, Stream
-from common.base.clock import Clock
-from common.base.encoding.messages import Frame, decode, encode
-from common.base.errors import (
+from meshrl.common.api.calls.callers import Callers
+from meshrl.common.api.calls.interface import Call, Cast, Stream
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.encoding.messages import Frame, decode, encode
+from meshrl.common.base.errors import (
     DeadlineExceeded,
     MeshError,
     NotAllowed,
@@ -25,12 +25,12 @@ from common.base.errors import (
     UnknownMethod,
     to_wire,
 )
-from common.mesh.runtime.calls.actor import Bound
-from common.mesh.runtime.calls.sweep import NEVER, Sweep
-from common.mesh.telemetry.logs import Telemetry
-from common.mesh.telemetry.tracing import Scope, adopt, scope
-from common.mesh.transport.base import Peer, Transport
-from common.mesh.wire.frames import (
+from meshrl.common.mesh.runtime.calls.actor import Bound
+from meshrl.common.mesh.runtime.calls.sweep import NEVER, Sweep
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.telemetry.tracing import Scope, adopt, scope
+from meshrl.common.mesh.transport.base import Peer, Transport
+from meshrl.common.mesh.wire.frames import (
     CALL,
     CANCEL,
     CAST,

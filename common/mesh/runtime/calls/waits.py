@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.base.clock import Clock
+from meshrl.common.base.clock import Clock
 
 SHORTEST_S = 0.25  # shorter waits are work in progress
 PUBLISHED = 100  # the longest ones

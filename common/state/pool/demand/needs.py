@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.hardware.shapes import ModelShape
-from common.job import builtin
-from common.job.config import PlannerConfig
-from common.job.isolation.isolation import RUNNER
-from common.job.isolation.runners import Runner
-from common.job.pace import declared_pace
-from common.state.jobs import Phase
-from common.state.pool.demand.measured import Measured
-from common.state.pool.workers.rows import Apart
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job import builtin
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.job.isolation.isolation import RUNNER
+from meshrl.common.job.isolation.runners import Runner
+from meshrl.common.job.pace import declared_pace
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.measured import Measured
+from meshrl.common.state.pool.workers.rows import Apart
 
 
 @dataclass(frozen=True, slots=True)

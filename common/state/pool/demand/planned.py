@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.api.stats import CoreStats
-from common.hardware.shapes import ModelShape
-from common.job.config import PlannerConfig
-from common.state.jobs import Phase
-from common.state.pool.demand.measured import Measured, curve_of, lengths_of, together, work_of
-from common.state.pool.demand.needs import PlannedJob, need_of, unhelped
+from meshrl.common.api.stats import CoreStats
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.measured import (
+    Measured,
+    curve_of,
+    lengths_of,
+    together,
+    work_of,
+)
+from meshrl.common.state.pool.demand.needs import PlannedJob, need_of, unhelped
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.state.pool.placing.snapshot import Move
-from common.state.pool.workers.rows import Resident
+from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.workers.rows import Resident
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from common.state.pool.demand.needs import Need
-from common.state.pool.workers.rows import Budget, Resident, Role, Tier, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.workers.rows import Budget, Resident, Role, Tier, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
 
 
 def takes(role: Role, core: bool, ranks: int, need: Need) -> int:

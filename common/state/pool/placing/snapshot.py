@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.job.isolation.isolation import TRYING
-from common.state.pool.demand.needs import PlannedJob
-from common.state.pool.workers.names import TAKEN
-from common.state.pool.workers.rows import Gang, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.job.isolation.isolation import TRYING
+from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.workers.names import TAKEN
+from meshrl.common.state.pool.workers.rows import Gang, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
 
 NOTICE = "is told to end"  # why nothing is placed on a host that ends soon, and may come back
 LEFT = "has left"  # why nothing is placed on a host that is in the mesh no more
@@ -24,8 +24,9 @@ class PoolHost:
     draining: str = ""  # why nothing new is placed there; empty: something may be
     services: tuple[str, ...] = ()  # names of shards and sandboxes that it is to run
     takes: tuple[str, ...] = tuple(TAKEN.values())  # the services that may be placed there
-    # Of isolation, those that a sandbox has there (see `common.job.isolation.isolation.contains`);
-    # None: nobody has asked, as where there is one host.
+    # Of isolation, those that a sandbox has there (see
+    # `meshrl.common.job.isolation.isolation.contains`); None: nobody has asked, as where there is
+    # one host.
     tiers: tuple[str, ...] | None = None
     cores: float = 0.0  # processors that its processes share; 0: not known
     busy_cores: float = 0.0  # of these, that were busy lately

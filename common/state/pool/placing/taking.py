@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from common.base.errors import ConfigError
-from common.job.isolation.isolation import contains
-from common.state.pool.demand.needs import Need
-from common.state.pool.placing.snapshot import LEFT, PoolHost
-from common.state.pool.workers.names import TAKEN
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.isolation.isolation import contains
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.placing.snapshot import LEFT, PoolHost
+from meshrl.common.state.pool.workers.names import TAKEN
 
 NONE = "none"
 ALL = tuple(TAKEN.values())

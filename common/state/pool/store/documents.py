@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from common.state.pool.placing.decisions import (
+from meshrl.common.state.pool.placing.decisions import (
     Admit,
     Decision,
     FailJob,
@@ -18,8 +18,8 @@ from common.state.pool.placing.decisions import (
     Place,
     Serve,
 )
-from common.state.pool.placing.snapshot import Move
-from common.state.pool.workers.rows import (
+from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.workers.rows import (
     Apart,
     Budget,
     Doing,

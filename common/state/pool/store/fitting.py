@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from common.base.errors import Refused
-from common.job.isolation.isolation import MEANING
-from common.state import registry
-from common.state.pool.demand.needs import Need
-from common.state.pool.placing.fitting import never_fits
-from common.state.pool.placing.snapshot import PoolHost
-from common.state.pool.placing.taking import refusal
-from common.state.pool.store import store as pool
-from common.state.pool.workers.names import TAKEN
-from common.state.pool.workers.settings import PoolSettings
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.isolation.isolation import MEANING
+from meshrl.common.state import registry
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.placing.fitting import never_fits
+from meshrl.common.state.pool.placing.snapshot import PoolHost
+from meshrl.common.state.pool.placing.taking import refusal
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.names import TAKEN
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
 
 SETTINGS = f"{MESH}:settings"  # what the launcher has told of the mesh
 

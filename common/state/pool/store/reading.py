@@ -9,9 +9,9 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
-from common.base.errors import Refused
-from common.base.hints import hints_of
-from common.state.pool.placing.snapshot import Snapshot
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.hints import hints_of
+from meshrl.common.state.pool.placing.snapshot import Snapshot
 
 
 def snapshot_document(snapshot: Snapshot) -> dict[str, Any]:

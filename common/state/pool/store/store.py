@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from common.state import registry
-from common.state.pool.demand.measured import kind_of
-from common.state.pool.demand.planned import PublishedStats, planned
-from common.state.pool.placing.decisions import Decision
-from common.state.pool.placing.snapshot import Move, PoolHost, PoolRequest, Snapshot
-from common.state.pool.store.documents import (
+from meshrl.common.state import registry
+from meshrl.common.state.pool.demand.measured import kind_of
+from meshrl.common.state.pool.demand.planned import PublishedStats, planned
+from meshrl.common.state.pool.placing.decisions import Decision
+from meshrl.common.state.pool.placing.snapshot import Move, PoolHost, PoolRequest, Snapshot
+from meshrl.common.state.pool.store.documents import (
     gang_of,
     numbered,
     report_document,
@@ -21,14 +21,14 @@ from common.state.pool.store.documents import (
     worker_of,
     written,
 )
-from common.state.pool.store.explained import Explained, explained_of
-from common.state.pool.workers.names import PLACED
-from common.state.pool.workers.names import agent as agent_process
-from common.state.pool.workers.rows import Gang, Report, WorkerRow
-from common.state.pool.workers.settings import PoolSettings
-from common.state.redis.client import State
-from common.state.redis.keys import MESH, PLANNER
-from common.state.registry import Entry
+from meshrl.common.state.pool.store.explained import Explained, explained_of
+from meshrl.common.state.pool.workers.names import PLACED
+from meshrl.common.state.pool.workers.names import agent as agent_process
+from meshrl.common.state.pool.workers.rows import Gang, Report, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH, PLANNER
+from meshrl.common.state.registry import Entry
 
 WORKER = f"{MESH}:worker:"
 SERVICES, HOSTS = f"{MESH}:services:", f"{MESH}:hosts"

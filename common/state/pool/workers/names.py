@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.state.pool.workers.rows import Resident, Role
+from meshrl.common.state.pool.workers.rows import Resident, Role
 
 # Kinds of processes that the planner places.
 PLACED = frozenset({"engine", "hybrid", "rank", "rollout", "sandbox", "scoring", "trainer"})

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, fields
 from typing import Any
 
-from common.state.pool.workers.rows import Apart, Tier
+from meshrl.common.state.pool.workers.rows import Apart, Tier
 
 
 @dataclass(frozen=True, slots=True)

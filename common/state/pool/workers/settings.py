@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from common.job.constraints import FileTable, NonNegative, Positive
-from common.state.pool.workers.rows import WorkerRow
+from meshrl.common.job.constraints import FileTable, NonNegative, Positive
+from meshrl.common.state.pool.workers.rows import WorkerRow
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.job.correction_bounds import bounds
+from meshrl.common.job.correction_bounds import bounds
 from meshrl.job.loaded import JobFile
 
 REWARDLESS = ("sft", "distill")  # algorithms that learn from something else

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.job.pace import declared_pace
-from common.model.architecture.config import ModelConfig
+from meshrl.common.job.pace import declared_pace
+from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.job.loaded import JobFile
 from meshrl.job.model_files import shape
 

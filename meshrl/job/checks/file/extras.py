@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from common.base.errors import ConfigError
-from common.base.host.ports import ports
-from common.base.host.settings import OFF
-from common.job.config import JobConfig
-from common.model.architecture.projections import check_adapters
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.ports import ports
+from meshrl.common.base.host.settings import OFF
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.architecture.projections import check_adapters
 from meshrl.job.loaded import JobFile
 from meshrl.job.model_files import shape
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.model.chat.messages import message_of
-from common.model.tokens.tokenizer import companions
+from meshrl.common.model.chat.messages import message_of
+from meshrl.common.model.tokens.tokenizer import companions
 from meshrl.job import references, row_keys, rows
 from meshrl.job.checks.file.algorithm import REWARDLESS
 from meshrl.job.loaded import WHOLE, JobFile, at

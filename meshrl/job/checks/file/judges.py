@@ -6,9 +6,9 @@ import os
 import re
 from dataclasses import replace
 
-from common.base.urls import Url
-from common.job.config import JudgeConfig
-from common.job.evaluation_plan import HELD_OUT, figures
+from meshrl.common.base.urls import Url
+from meshrl.common.job.config import JudgeConfig
+from meshrl.common.job.evaluation_plan import HELD_OUT, figures
 from meshrl.job.loaded import JobFile
 
 

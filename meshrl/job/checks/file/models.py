@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.job.config import INITIAL
+from meshrl.common.job.config import INITIAL
 from meshrl.job.loaded import PLACED, JobFile
 from meshrl.job.model_files import loaded, shape_at
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.job import builtin
-from common.job.config import RewardPartConfig, SandboxConfig
-from common.job.isolation import images
-from common.job.isolation.runners import Runner
+from meshrl.common.job import builtin
+from meshrl.common.job.config import RewardPartConfig, SandboxConfig
+from meshrl.common.job.isolation import images
+from meshrl.common.job.isolation.runners import Runner
 from meshrl.job.loaded import JobFile
 
 # Built-in rewards' options that are numbers, and whether they may be 0; and those of other types.

@@ -4,9 +4,9 @@ the degrees of tensor parallelism that engines may have.
 
 from __future__ import annotations
 
-from common.job.pace import profile, training_pace
-from common.state.pool.demand.needs import need_of
-from common.state.pool.placing.fitting import tight_floor
+from meshrl.common.job.pace import profile, training_pace
+from meshrl.common.state.pool.demand.needs import need_of
+from meshrl.common.state.pool.placing.fitting import tight_floor
 from meshrl.job.loaded import JobFile
 from meshrl.job.model_files import shape
 

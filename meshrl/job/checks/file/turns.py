@@ -6,11 +6,11 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from common.job.config import JobConfig
-from common.model.chat.chat import TEMPLATE, Chat, ChatBroken, format_of
-from common.model.chat.files import end_tokens
-from common.model.chat.messages import conversation_of
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.chat.chat import TEMPLATE, Chat, ChatBroken, format_of
+from meshrl.common.model.chat.files import end_tokens
+from meshrl.common.model.chat.messages import conversation_of
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import rows
 from meshrl.job.loaded import PLACED, WHOLE, JobFile, at
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-from common.base.errors import MeshError
+from meshrl.common.base.errors import MeshError
 from meshrl.job.checks.machine import modules, outputs, programs, tokens, weights
 from meshrl.job.checks.machine.rows import golds, graded, prompts, texts
 from meshrl.job.checks.machine.together import raise_all

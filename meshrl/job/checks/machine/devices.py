@@ -11,14 +11,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.hardware.gpus.devices import Device
-from common.hardware.gpus.found import ANSWER_S, enough
-from common.hardware.gpus.visible import CUDA
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.hardware.gpus.found import ANSWER_S, enough
+from meshrl.common.hardware.gpus.visible import CUDA
 from meshrl.job.loaded import JobFile
 
 IMPORT_S = 60.0  # for torch
-LIST = [sys.executable, "-m", "common.hardware.gpus"]
+LIST = [sys.executable, "-m", "meshrl.common.hardware.gpus"]
 TRY = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name(0))"
 _FIX = 'Set mesh.device = "cpu", or repair what is missing'
 

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import ConfigError, MeshError
-from common.mesh.process.entry import child
-from common.model.chat.messages import conversation_of
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.mesh.process.entry import child
+from meshrl.common.model.chat.messages import conversation_of
 from meshrl.job import bundle
 from meshrl.job.checks.machine import tokens, trial
 from meshrl.job.checks.machine.rows import prompts, texts
@@ -41,7 +41,6 @@ QUIET_S = 5.0  # after which somebody who waits is told what for
 DUMP_S = 2.0  # for a killed import to say where it was: milliseconds, on a quiet machine
 SAID_LINES = 3
 GUARD = child.__name__
-OURS = ("meshrl", "common", "services", "kernels")
 MEND = "Mend it; --dry-run tries it again"
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in')
 KINDS = {  # by key, or the table of tools; what is neither is a reward
@@ -79,8 +78,8 @@ def _shadowing(job: JobFile, modules: Path) -> Iterator[MeshError]:
         package = path.is_dir() and (path / "__init__.py").is_file()
         if path.suffix != ".py" and not package:
             continue
-        theirs = "MeshRL" if path.stem in OURS else "the standard library"
-        if path.stem in OURS or path.stem in sys.stdlib_module_names - {"test"}:
+        theirs = "MeshRL" if path.stem == "meshrl" else "the standard library"
+        if path.stem in {"meshrl", *sys.stdlib_module_names} - {"test"}:
             yield job.fail(
                 "",
                 f"{job.base / path.name} has the name of a module of {theirs}",

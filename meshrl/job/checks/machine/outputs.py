@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import uuid
 
-from common.base.errors import ConfigError, MeshError
-from common.base.files.at_url import AtUrl, without_secrets
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.base.files.at_url import AtUrl, without_secrets
 from meshrl.job.loaded import JobFile
 
 

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.generation.served_by_sglang import served_by_sglang
-from common.job.isolation import containment
-from common.mesh.process.interpreters import home, interpreter
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.served_by_sglang import served_by_sglang
+from meshrl.common.job.isolation import containment
+from meshrl.common.mesh.process.interpreters import home, interpreter
 from meshrl.job.checks.machine.tokens import known_model, model_at
 from meshrl.job.loaded import JobFile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from common.base.errors import ConfigError, MeshError
+from meshrl.common.base.errors import ConfigError, MeshError
 
 
 def raise_all(errors: Iterable[MeshError]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from common.base.errors import ConfigError
-from common.job.config import INITIAL, RolloutConfig
-from common.model.architecture.config import ModelConfig
-from common.model.tokens.tokenizer import Tokenizer, absent_ids
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import INITIAL, RolloutConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.tokens.tokenizer import Tokenizer, absent_ids
 from meshrl.job.loaded import JobFile
 from meshrl.job.model_files import loaded, shape_at
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.model.files import checkpoint_files
+from meshrl.common.model.files import checkpoint_files
 from meshrl.job.checks.machine.tokens import model_at
 from meshrl.job.loaded import PLACED, JobFile
 from meshrl.job.model_files import size

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from common.base.files import documents
-from common.state.redis import embedded
+from meshrl.common.base.files import documents
+from meshrl.common.state.redis import embedded
 
 VALID = datetime.timedelta(days=3650)
 SPARE = datetime.timedelta(days=365)  # an authority that ends sooner is replaced at a start

@@ -9,7 +9,7 @@ import hashlib
 import secrets
 from pathlib import Path
 
-from common.base.files import documents
+from meshrl.common.base.files import documents
 from meshrl.launch.redis.access import certificate
 
 USERS, URL = "users.acl", "url"

@@ -8,13 +8,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.errors import ConfigError
-from common.base.files import documents
-from common.base.host.ports import ANYWHERE, Taken, ports
-from common.base.host.settings import advertised_host
-from common.mesh.access.hosts import AdmittedHost
-from common.state.redis import embedded
-from common.state.redis.embedded import Listening
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.ports import ANYWHERE, Taken, ports
+from meshrl.common.base.host.settings import advertised_host
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.embedded import Listening
 
 PORT = "redis-port.json"  # in the mesh's directory: hosts that have joined come back to it
 REPAIR = "Remove it: hosts that have joined come back only where Redis gets the same port again"

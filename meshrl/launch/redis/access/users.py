@@ -9,12 +9,12 @@ from pathlib import Path
 
 from redis.exceptions import ResponseError
 
-from common.base.errors import NotAllowed, Refused
-from common.base.host.settings import redis_user
-from common.mesh.access import hosts
-from common.mesh.access.hosts import AdmittedHost
-from common.state.hosts import doors, rights
-from common.state.redis.client import SCRIPTS, State, script_source
+from meshrl.common.base.errors import NotAllowed, Refused
+from meshrl.common.base.host.settings import redis_user
+from meshrl.common.mesh.access import hosts
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.state.hosts import doors, rights
+from meshrl.common.state.redis.client import SCRIPTS, State, script_source
 
 # What whoever makes users, and gives them their rights, may do itself.
 NEEDS = "ACL and SCRIPT, and all commands and keys (`+@all ~* &*`)"

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
-from services.sandbox.grading.code.equality import Tolerance
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, JailFailed, Ran
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
+from meshrl.services.sandbox.grading.code.equality import Tolerance
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import GRACE_S, SLOWEST, Jail, JailFailed, Ran
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 
 CASE_S = 4.0  # CPU time for one case
 SEND_S = 30.0  # for a jail to take a frame

@@ -7,15 +7,15 @@ import json
 import secrets
 from typing import Any
 
-from common.grading.cases import Called
-from common.grading.support import Unsupported
-from services.sandbox.grading.code import attempt as attempts
-from services.sandbox.grading.code.attempt import Attempt, JailedTrial
-from services.sandbox.grading.code.equality import same
-from services.sandbox.isolation.jails.jail import Jail
-from services.sandbox.isolation.jails.pipes import FRAME_BYTES
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.jail.wire import frames, plain
+from meshrl.common.grading.cases import Called
+from meshrl.common.grading.support import Unsupported
+from meshrl.services.sandbox.grading.code import attempt as attempts
+from meshrl.services.sandbox.grading.code.attempt import Attempt, JailedTrial
+from meshrl.services.sandbox.grading.code.equality import same
+from meshrl.services.sandbox.isolation.jails.jail import Jail
+from meshrl.services.sandbox.isolation.jails.pipes import FRAME_BYTES
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.jail.wire import frames, plain
 
 SPACES = 8  # times what is wanted, as JSON, that an answer may take: escapes, and wrong ones
 

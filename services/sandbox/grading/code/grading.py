@@ -14,22 +14,22 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-from common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, TIMEOUT, UNSUPPORTED
-from common.grading import cases, shapes
-from common.grading.answers import answer_of
-from common.grading.cases import BadTests, CalledTests, Printed, Tests
-from common.grading.support import Unsupported, unsupported
-from services.sandbox.grading.code import called, isolated, real_pytest
-from services.sandbox.grading.code.attempt import Attempt
-from services.sandbox.grading.code.equality import same_text
-from services.sandbox.grading.code.programs import prefixed, prelude_of, program_of
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import JailFailed
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.jail.guests import judged
-from services.sandbox.outcomes import Answer
+from meshrl.common.api.sandbox import BAD_VALUE, CRASHED, OK, RAISED, TIMEOUT, UNSUPPORTED
+from meshrl.common.grading import cases, shapes
+from meshrl.common.grading.answers import answer_of
+from meshrl.common.grading.cases import BadTests, CalledTests, Printed, Tests
+from meshrl.common.grading.support import Unsupported, unsupported
+from meshrl.services.sandbox.grading.code import called, isolated, real_pytest
+from meshrl.services.sandbox.grading.code.attempt import Attempt
+from meshrl.services.sandbox.grading.code.equality import same_text
+from meshrl.services.sandbox.grading.code.programs import prefixed, prelude_of, program_of
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import JailFailed
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.jail.guests import judged
+from meshrl.services.sandbox.outcomes import Answer
 
 SPACES = 2  # times what is wanted that a program may print: layout, and what it says beside
 

@@ -14,13 +14,13 @@ import socket
 from dataclasses import replace
 from typing import Any
 
-from common.grading.cases import BadTests
-from common.grading.support import Unsupported
-from services.sandbox.grading.code import attempt as attempts
-from services.sandbox.grading.code.attempt import Attempt, JailedTrial
-from services.sandbox.isolation.jails.jail import SLOWEST
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import MIB
+from meshrl.common.grading.cases import BadTests
+from meshrl.common.grading.support import Unsupported
+from meshrl.services.sandbox.grading.code import attempt as attempts
+from meshrl.services.sandbox.grading.code.attempt import Attempt, JailedTrial
+from meshrl.services.sandbox.isolation.jails.jail import SLOWEST
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import MIB
 
 TESTS_BYTES = 256 * MIB  # memory of the jail that holds tests in Python
 WAITING_S = 10.0  # longest wait of the tests for their solution, beside their own time

@@ -20,8 +20,8 @@ import textwrap
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from common.grading.cases import used_and_bound
-from common.grading.suites import parsed
+from meshrl.common.grading.cases import used_and_bound
+from meshrl.common.grading.suites import parsed
 
 FUTURE = "__future__"
 FENCE = "```"

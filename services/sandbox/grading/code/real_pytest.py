@@ -14,16 +14,16 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.base.errors import DeadlineExceeded
-from common.grading import shapes, suites
-from common.grading.cases import BadTests
-from common.grading.support import Unsupported
-from services.sandbox.grading.code import attempt as attempts
-from services.sandbox.grading.code.attempt import RETRIES, Attempt, JailedTrial
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Jail
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import MIB
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.grading import shapes, suites
+from meshrl.common.grading.cases import BadTests
+from meshrl.common.grading.support import Unsupported
+from meshrl.services.sandbox.grading.code import attempt as attempts
+from meshrl.services.sandbox.grading.code.attempt import RETRIES, Attempt, JailedTrial
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Jail
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import MIB
 
 PYTEST_BYTES = 64 * MIB  # address space of pytest itself, beside the solution's memory
 

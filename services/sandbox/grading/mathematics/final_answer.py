@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.sandbox.grading.mathematics import latex
+from meshrl.services.sandbox.grading.mathematics import latex
 
 LAST = 20_000  # characters at the end of a text in which statements are looked for
 SENTENCE = 2_000  # longest sentence that is read

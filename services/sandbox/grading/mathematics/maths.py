@@ -16,10 +16,10 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, E, Expr, I, N, Pow, UnevaluatedExpr, cos, exp
 from sympy.core.relational import Relational
 
-from common.grading import golds
-from common.grading.answers import answer_of
-from services.sandbox.grading.mathematics import characters, final_answer, latex, notations
-from services.sandbox.grading.mathematics.final_answer import Stated
+from meshrl.common.grading import golds
+from meshrl.common.grading.answers import answer_of
+from meshrl.services.sandbox.grading.mathematics import characters, final_answer, latex, notations
+from meshrl.services.sandbox.grading.mathematics.final_answer import Stated
 
 LONGEST = 100_000  # characters of an answer that is looked at; what is longer is wrong
 BOXED = 2_000  # longest content of a box

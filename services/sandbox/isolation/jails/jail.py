@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED, TIMEOUT
-from common.base.clock import Clock
-from common.base.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
-from services.sandbox.isolation.jails.pipes import JailOutput, Pipe
-from services.sandbox.isolation.jails.program import KeeperReport
-from services.sandbox.isolation.resources.cgroups import Cgroup
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.jail.confinement import calls
-from services.sandbox.jail.guests import guest
+from meshrl.common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, REFUSED, TIMEOUT
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
+from meshrl.services.sandbox.isolation.jails.pipes import JailOutput, Pipe
+from meshrl.services.sandbox.isolation.jails.program import KeeperReport
+from meshrl.services.sandbox.isolation.resources.cgroups import Cgroup
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.jail.confinement import calls
+from meshrl.services.sandbox.jail.guests import guest
 
 GRACE_S = 60.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
 SLOWEST = 10.0  # times its wall clock limit that a jail may take, waiting for cores included

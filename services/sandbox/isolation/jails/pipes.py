@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from common.base.clock import Clock
-from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
-from services.sandbox.jail.wire import frames
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
+from meshrl.services.sandbox.jail.wire import frames
 
 READ_BYTES = 1 << 16
 FRAME_BYTES = 1 << 20  # most in a jail's answer; it may be the model that writes it

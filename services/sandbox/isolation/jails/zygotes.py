@@ -10,12 +10,12 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from common.base.clock import Clock
-from common.base.errors import DeadlineExceeded, MeshError
-from common.mesh.process.handle import Child, Usage, start_time
-from common.mesh.process.host import Host
-from common.mesh.runtime.calls.waits import WaitTable
-from services.sandbox.workers.slicing import charged_s
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.mesh.process.handle import Child, Usage, start_time
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.services.sandbox.workers.slicing import charged_s
 
 LOOK_S = 0.5  # between two looks at a zygote that has not answered
 SILENT_S = 10.0  # CPU time, or time with a core to be had: a fork takes milliseconds

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.job.isolation import images
-from common.job.isolation.runners import Runner
+from meshrl.common.job.isolation import images
+from meshrl.common.job.isolation.runners import Runner
 
 if TYPE_CHECKING:  # it imports numpy, which would delay each outer jail
-    from common.api.sandbox import JailSettings
+    from meshrl.common.api.sandbox import JailSettings
 
 
 JAIL = str(Path(__file__).parents[2] / "jail")  # the package that runs inside

@@ -1,5 +1,5 @@
 """Becomes the outer jail, in which a zygote forks jails:
-`python -m services.sandbox.isolation.outer_jail.outer TIER CONTROL INTERPRETER`.
+`python -m meshrl.services.sandbox.isolation.outer_jail.outer TIER CONTROL INTERPRETER`.
 
 The order matters. What needs root comes first, if we are root: places that a plain user cannot
 reach are bound into a mount namespace of our own. Then we become a plain user, for whom the limit
@@ -14,15 +14,15 @@ import resource
 import sys
 from pathlib import Path
 
-from services.sandbox.isolation.outer_jail.interpreters import (
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
     INSIDE,
     JAIL,
     PACKAGES,
     Interpreter,
     content_of,
 )
-from services.sandbox.isolation.resources import users
-from services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.isolation.resources import users
+from meshrl.services.sandbox.jail.confinement import kernel
 
 GATHERED = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
 DEVICES = ("null", "zero", "full", "random", "urandom")

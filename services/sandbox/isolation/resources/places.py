@@ -11,11 +11,11 @@ import tempfile
 from collections import deque
 from dataclasses import dataclass
 
-from common.base.clock import Clock
-from common.job.isolation.runners import Runner
-from services.sandbox.isolation.resources import users
-from services.sandbox.isolation.resources.cgroups import PREFIX, Cgroup, Homes
-from services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.common.base.clock import Clock
+from meshrl.common.job.isolation.runners import Runner
+from meshrl.services.sandbox.isolation.resources import users
+from meshrl.services.sandbox.isolation.resources.cgroups import PREFIX, Cgroup, Homes
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 
 LEAVING_S, LEAVING_LOOKS = 0.002, 500  # for a free control group to become empty
 ENDING_S, ENDING_LOOKS = 0.02, 100  # for one to become empty that is to be removed

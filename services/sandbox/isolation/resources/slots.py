@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.base.clock import Clock
-from common.base.errors import Overloaded
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import Overloaded
 
 WAITING_MOST = 20_000  # calls; beyond them callers are refused
 WAIT_S = 900.0  # for a slot; callers have shorter deadlines

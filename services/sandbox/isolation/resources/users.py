@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.jail.confinement import kernel
 
 PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
 # Above what distributions, systemd and container engines give out (systemd.io/UIDS-GIDS), below

@@ -21,14 +21,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.job.isolation.runners import Runner
-from services.sandbox.isolation.jails.program import KeeperReport
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.runners import leftovers
-from services.sandbox.jail.confinement import kernel
-from services.sandbox.jail.guests import guest
-from services.sandbox.jail.metering import watch
-from services.sandbox.jail.wire import frames, mux
+from meshrl.common.job.isolation.runners import Runner
+from meshrl.services.sandbox.isolation.jails.program import KeeperReport
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.runners import leftovers
+from meshrl.services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.jail.guests import guest
+from meshrl.services.sandbox.jail.metering import watch
+from meshrl.services.sandbox.jail.wire import frames, mux
 
 START_S = 60.0  # for a container to start, on a busy host
 LOOK_S = 0.1  # between two looks at what it uses

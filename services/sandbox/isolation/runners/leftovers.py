@@ -17,9 +17,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.base.clock import Clock
-from common.mesh.process.handle import start_time
-from services.sandbox.jail.metering import proc
+from meshrl.common.base.clock import Clock
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.services.sandbox.jail.metering import proc
 
 PREFIX = "meshrl-runner-"
 MARK = "MESHRL_RUNNER"  # in the environment of what a runner starts: the container's name

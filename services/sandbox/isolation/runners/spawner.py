@@ -1,5 +1,5 @@
 """Forks a bridge for each jail of a runner, as a zygote forks keepers:
-`python -m services.sandbox.isolation.runners.spawner CONTROL FOLDER INTERPRETER`.
+`python -m meshrl.services.sandbox.isolation.runners.spawner CONTROL FOLDER INTERPRETER`.
 
 One packet in for each jail, with its descriptors; one out when its bridge has been forked. A
 container starts afresh for each. It holds a directory for its containers, by whose name what a
@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common.base.errors import MeshError
-from common.job.isolation.runners import Runner
-from services.sandbox.isolation.outer_jail.interpreters import (
+from meshrl.common.base.errors import MeshError
+from meshrl.common.job.isolation.runners import Runner
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
     INSIDE,
     JAIL,
     PACKAGES,
@@ -27,14 +27,14 @@ from services.sandbox.isolation.outer_jail.interpreters import (
     RootContent,
     content_of,
 )
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.users import PLAIN_ID
-from services.sandbox.isolation.runners import leftovers
-from services.sandbox.isolation.runners.bridge import Bridge
-from services.sandbox.jail import zygote
-from services.sandbox.jail.confinement import kernel
-from services.sandbox.jail.metering import watch
-from services.sandbox.jail.wire import frames, mux
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.users import PLAIN_ID
+from meshrl.services.sandbox.isolation.runners import leftovers
+from meshrl.services.sandbox.isolation.runners.bridge import Bridge
+from meshrl.services.sandbox.jail import zygote
+from meshrl.services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.jail.metering import watch
+from meshrl.services.sandbox.jail.wire import frames, mux
 
 # The keeper is root inside, which is not root here, and needs no more: the guest gets a user of its
 # own, and is ended from there.

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import common.api
-from common.api.calls.callers import CALLERS, CLIENT, JOINER, ROLES
-from common.api.calls.interface import Interface
-from common.api.transfer.bulk import BULK, GET
+import meshrl.common.api
+from meshrl.common.api.calls.callers import CALLERS, CLIENT, JOINER, ROLES
+from meshrl.common.api.calls.interface import Interface
+from meshrl.common.api.transfer.bulk import BULK, GET
 
 ROOT = Path(__file__).parents[4]
 CALL_SITE = re.compile(
@@ -39,7 +39,7 @@ ALSO = {
 def methods() -> set[str]:
     """The label of every method of every interface of common/api."""
     found = set()
-    for module in pkgutil.walk_packages(common.api.__path__, "common.api."):
+    for module in pkgutil.walk_packages(meshrl.common.api.__path__, "meshrl.common.api."):
         imported = importlib.import_module(module.name)
         for thing in vars(imported).values():
             if isinstance(thing, type) and issubclass(thing, Interface):
@@ -53,7 +53,7 @@ def test_every_method_is_in_the_table_and_nothing_else() -> None:
 
 
 def test_every_role_is_a_kind_of_process_that_there_is() -> None:
-    trainers = {"trainer", "rank", "hybrid"}  # services.trainer
+    trainers = {"trainer", "rank", "hybrid"}  # meshrl.services.trainer
     programs = {path.parent.name for path in (ROOT / "services").glob("*/__main__.py")}
     people = {"person"}  # commands
     # an environment has no mesh

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from common.base.errors import DeadlineExceeded, PeerLost
-from common.base.job_clock import JobClock
-from common.base.random import Random
-from common.mesh.runtime.calls.waits import WaitTable
-from common.mesh.runtime.patience import patiently
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.errors import DeadlineExceeded, PeerLost
+from meshrl.common.base.job_clock import JobClock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.sim.loop import VirtualClock, run_virtual
 
 PAUSE_S = 7200.0
 

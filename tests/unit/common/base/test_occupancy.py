@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.job_clock import JobClock
-from common.base.occupancy import Occupancy
+from meshrl.common.base.job_clock import JobClock
+from meshrl.common.base.occupancy import Occupancy
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 

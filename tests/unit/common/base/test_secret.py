@@ -1,6 +1,6 @@
 """What is derived from a mesh's secret differs by purpose and by secret."""
 
-from common.base.host.settings import SECRET_BYTES, derived
+from meshrl.common.base.host.settings import SECRET_BYTES, derived
 
 
 def test_derived_keys_differ() -> None:

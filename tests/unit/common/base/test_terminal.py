@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from typing import cast
 
-from common.base.host.terminal import VisibleStream, behind, guarded_output, visible
+from meshrl.common.base.host.terminal import VisibleStream, behind, guarded_output, visible
 
 ATTACKS = (
     "\x1b[2J\x1b[H",  # clears the screen

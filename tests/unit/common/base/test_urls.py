@@ -6,10 +6,10 @@ from urllib.parse import quote
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.base.host.settings import REDIS_ENV
-from common.base.urls import Url
-from common.state.redis import embedded
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.settings import REDIS_ENV
+from meshrl.common.base.urls import Url
+from meshrl.common.state.redis import embedded
 
 # What a URL is shown as: of a Redis, and of a place that files are written to.
 SHOWN = {

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.base.clock import LoopTimeout
-from common.generation.builtin.build import TorchEngine, build
-from common.generation.contract import EngineSteps, Flush, Request, TokenEngine
-from common.model.architecture.config import ModelConfig
-from common.model.architecture.projections import projections, targeted
-from common.model.network.decoder import Decoder
-from common.model.network.lora import merged
-from sim.engines.simulated import SimulatedEngine
+from meshrl.common.base.clock import LoopTimeout
+from meshrl.common.generation.builtin.build import TorchEngine, build
+from meshrl.common.generation.contract import EngineSteps, Flush, Request, TokenEngine
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.projections import projections, targeted
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.lora import merged
+from meshrl.sim.engines.simulated import SimulatedEngine
 
 VOCAB = 40
 TINY = ModelConfig(

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from common.base.errors import ConfigError, Refused
-from common.generation.served_by_sglang import known_rows, served_by_sglang
-from common.job.bundle.job_data import JobData
-from common.job.bundle.model_shape import model_config
-from common.job.config import JobConfig
-from common.model.files.hf import save_model, state_to_hf
-from common.model.network.decoder import Decoder
-from common.model.tokens.tokenizer import absent_ids
-from services.engine.sglang.engine import SGLangEngine
-from services.scoring.running import _load
-from services.trainer.bins.packing import Sequence, fill
-from services.trainer.models.forward import forward
+from meshrl.common.base.errors import ConfigError, Refused
+from meshrl.common.generation.served_by_sglang import known_rows, served_by_sglang
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.files.hf import save_model, state_to_hf
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import absent_ids
+from meshrl.services.engine.sglang.engine import SGLangEngine
+from meshrl.services.scoring.running import _load
+from meshrl.services.trainer.bins.packing import Sequence, fill
+from meshrl.services.trainer.models.forward import forward
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.tokenizers import make_tokenizer

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.api.engine import Finish
-from common.base.errors import Refused
-from common.generation.batch.adapters import MOST_ADAPTERS
-from common.generation.builtin.build import TorchEngine
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.batch.adapters import MOST_ADAPTERS
+from meshrl.common.generation.builtin.build import TorchEngine
 from tests.unit.common.generation.engines_under_test import (
     ATTENTION,
     MOE,

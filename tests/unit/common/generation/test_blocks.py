@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.generation.batch.blocks import BLOCK, BlockPool, PrefixCache
-from common.generation.batch.paged import PagedMemory
-from common.generation.batch.slots import Slots
+from meshrl.common.generation.batch.blocks import BLOCK, BlockPool, PrefixCache
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.batch.slots import Slots
 
 tokens_of = st.lists(st.integers(0, 1), max_size=5 * BLOCK).map(lambda t: np.array(t, np.int64))
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.generation.steps.buckets import GraphBuckets
+from meshrl.common.generation.steps.buckets import GraphBuckets
 
 SLOTS, LENGTH = 48, 5000
 BUCKETS = GraphBuckets(SLOTS, LENGTH)

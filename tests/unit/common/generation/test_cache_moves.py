@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.generation.batch.blocks import BLOCK
-from common.generation.batch.paged import PagedMemory
-from common.generation.builtin.build import TorchEngine
-from common.generation.builtin.prefix_loads import MOST_OFFERED
-from common.generation.builtin.schedule import PrefillRate
-from common.generation.contract import MIXED, Request, SessionCache
-from common.generation.loading import CHUNK, Loading, Origin
+from meshrl.common.generation.batch.blocks import BLOCK
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.builtin.prefix_loads import MOST_OFFERED
+from meshrl.common.generation.builtin.schedule import PrefillRate
+from meshrl.common.generation.contract import MIXED, Request, SessionCache
+from meshrl.common.generation.loading import CHUNK, Loading, Origin
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     SCALE,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.api.engine import Finish
-from common.base.errors import Refused
-from common.generation.contract import TokenEngine
-from services.engine.sglang.engine import SGLangEngine
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
     SCALE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from common.generation.counter import draws, key_of, uniforms
+from meshrl.common.generation.counter import draws, key_of, uniforms
 
 
 def keys(seeds: range) -> np.ndarray:

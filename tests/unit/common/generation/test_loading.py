@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.generation.builtin.build import TorchEngine
-from common.generation.loading import CHUNK, WORTH, Content, KeptPrefix, Loading, Sought
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.loading import CHUNK, WORTH, Content, KeptPrefix, Loading, Sought
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     Listener,

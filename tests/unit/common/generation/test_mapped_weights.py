@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.generation.builtin.build import build
-from common.model.architecture.config import ModelConfig
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.model.architecture.config import ModelConfig
 from tests.unit.common.generation.engines_under_test import MOE, TINY, decoder
 from tests.unit.common.weights.test_images import Cut, Files
 

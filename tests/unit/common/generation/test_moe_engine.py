@@ -13,11 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.base.experts import NO_EXPERTS, UNKNOWN
-from common.generation.builtin.build import TorchEngine
-from common.generation.contract import Flush, flush_of, joined, rows_of
-from common.model.network.decoder import Decoder, SparseLayer
-from common.model.network.moe import Routing
+from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.contract import Flush, flush_of, joined, rows_of
+from meshrl.common.model.network.decoder import Decoder, SparseLayer
+from meshrl.common.model.network.moe import Routing
 from tests.attention import causal_attention
 from tests.unit.common.generation.engines_under_test import (
     MOE,

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.generation.batch.paged import PagedMemory
-from common.generation.batch.slots import Slots
-from common.generation.builtin.engine import EngineOptions, TorchEngine
-from common.generation.steps.native import NativeCompute
-from kernels.build import COMPILERS, FLAGS, SOURCES, Library
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.builtin.engine import EngineOptions, TorchEngine
+from meshrl.common.generation.steps.native import NativeCompute
+from meshrl.kernels.build import COMPILERS, FLAGS, SOURCES, Library
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, Listener, decoder, request
 from tests.unit.common.generation.test_torch_engine import holds, words

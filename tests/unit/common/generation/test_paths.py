@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from common.generation.builtin.build import build
-from common.hardware.gpus.computing import NoGpuPath
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.hardware.gpus.computing import NoGpuPath
 from tests.unit.common.generation.engines_under_test import TINY
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")

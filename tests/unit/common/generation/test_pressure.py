@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.base.errors import ConfigError, Refused
-from common.generation.batch.blocks import BLOCK
+from meshrl.common.base.errors import ConfigError, Refused
+from meshrl.common.generation.batch.blocks import BLOCK
 from tests.unit.common.generation.engines_under_test import (
     TINY,
     Listener,

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.api.engine import Finish
-from common.base.errors import Refused
-from common.generation.contract import NO_VERSION, Quarantined, TokenEngine
-from services.engine.sglang.engine import SGLangEngine
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.contract import NO_VERSION, Quarantined, TokenEngine
+from meshrl.services.engine.sglang.engine import SGLangEngine
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.unit.common.generation.engines_under_test import (

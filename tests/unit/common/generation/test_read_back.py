@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.generation.builtin.build import TorchEngine
-from common.generation.contract import NO_VERSION, Quarantined
-from common.model.architecture.config import ModelConfig
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.contract import NO_VERSION, Quarantined
+from meshrl.common.model.architecture.config import ModelConfig
 from tests.unit.common.generation.engines_under_test import BUILT_IN, MOE, TINY, built_in, decoder
 
 KINDS = [

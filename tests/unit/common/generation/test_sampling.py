@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.api.engine import Finish
-from common.base.errors import Refused
-from common.generation.steps.sampling import RowSampling, sample
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import Refused
+from meshrl.common.generation.steps.sampling import RowSampling, sample
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     VOCAB,

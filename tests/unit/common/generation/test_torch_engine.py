@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.base.errors import ConfigError, Refused
-from common.generation.builtin.build import TorchEngine
-from common.model.network.decoder import Decoder
+from meshrl.common.base.errors import ConfigError, Refused
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.model.network.decoder import Decoder
 from tests.attention import causal_attention
 from tests.unit.common.generation.engines_under_test import (
     VOCAB,

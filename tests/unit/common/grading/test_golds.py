@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.grading.golds import BadGold, letter, mathematics, text_of
+from meshrl.common.grading.golds import BadGold, letter, mathematics, text_of
 
 CITIES = ["London", "Paris", "Rome"]
 LABELLED = {"text": CITIES, "label": ["A", "B", "C"]}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.grading import shapes, under_pytest
-from common.grading.cases import BadTests
-from common.grading.support import unsupported
+from meshrl.common.grading import shapes, under_pytest
+from meshrl.common.grading.cases import BadTests
+from meshrl.common.grading.support import unsupported
 
 ROWS = tomllib.loads((Path(__file__).parent / "unsupported.toml").read_text())["unsupported"]
 USUAL = """

@@ -6,14 +6,14 @@ from importlib.resources import files
 
 import pytest
 
-from common.hardware.profiles import declared, kind_of
-from common.job.pace import PROFILES, TRAINING_PROFILES
+from meshrl.common.hardware.profiles import declared, kind_of
+from meshrl.common.job.pace import PROFILES, TRAINING_PROFILES
 
 KINDS = ("A800", "A100", "H100", "H200", "A40", "V100", "L40S", "T4", "CPU")
 
 
 def test_the_declared_kinds_come_along_with_the_package() -> None:
-    assert (files("common.hardware") / "accelerators.toml").is_file()
+    assert (files("meshrl.common.hardware") / "accelerators.toml").is_file()
     assert tuple(declared()) == KINDS
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Damaged
-from common.job.bundle import bundle_files
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
+from meshrl.common.base.errors import Damaged
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
 
 
 def job_in(directory: Path) -> JobData:

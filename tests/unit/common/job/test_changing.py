@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.job.changing import (
+from meshrl.common.job.changing import (
     NOT_ACROSS_ZERO,
     RULES,
     as_it_was,
@@ -18,8 +18,8 @@ from common.job.changing import (
     refusal,
     rule_of,
 )
-from common.job.config import JobConfig
-from common.job.schema import JOB
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.schema import JOB
 
 KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
 TABLES = [key for key, kind in JOB.kinds.items() if is_dataclass(kind)]

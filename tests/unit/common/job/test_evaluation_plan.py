@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.job.config import (
+from meshrl.common.job.config import (
     BudgetConfig,
     DatasetConfig,
     EvaluationConfig,
@@ -17,7 +17,7 @@ from common.job.config import (
     JobConfig,
     RewardConfig,
 )
-from common.job.evaluation_plan import bracket, due, estimates, figures, mean, pass_at
+from meshrl.common.job.evaluation_plan import bracket, due, estimates, figures, mean, pass_at
 
 JOB = JobConfig(
     dataset=DatasetConfig(held_out="held_out.jsonl"),

@@ -10,9 +10,9 @@ import pytest
 import torch
 import xxhash
 
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from kernels.ops.varlen import VarlenAttention
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.kernels.ops.varlen import VarlenAttention
 from tests.attention import causal_attention
 from tests.load import scaled
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.base.errors import ConfigError
-from common.model.architecture.architectures import ARCHITECTURES
-from common.model.architecture.config import ModelConfig
-from common.model.files import checkpoint_files
-from common.model.files.hf import save_model, state_to_hf
-from common.model.network.decoder import Decoder
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.architectures import ARCHITECTURES
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files import checkpoint_files
+from meshrl.common.model.files.hf import save_model, state_to_hf
+from meshrl.common.model.network.decoder import Decoder
 
 CONFIG = ModelConfig(
     architecture="llama",

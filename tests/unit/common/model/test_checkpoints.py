@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.base.errors import ConfigError
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.files.hf import save_model
-from common.model.files.rows import load_model
-from common.model.network.decoder import Decoder
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint import load_config
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.network.decoder import Decoder
 
 TINY = ModelConfig(
     architecture="llama",

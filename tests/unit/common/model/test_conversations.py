@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.base.errors import ConfigError
-from common.model.chat.chat import Chat, format_of
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.chat import Chat, format_of
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
 

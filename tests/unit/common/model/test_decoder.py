@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.model.network.pointwise import Plain
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.pointwise import Plain
 from tests.attention import causal_attention
 
 QWEN2 = ModelConfig(

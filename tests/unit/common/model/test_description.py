@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.base.errors import ConfigError
-from common.model.architecture.architectures import ARCHITECTURES
-from common.model.architecture.config import ModelConfig
-from common.model.files.checkpoint import load_config
-from common.model.network.decoder import Decoder
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.architectures import ARCHITECTURES
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.checkpoint import load_config
+from meshrl.common.model.network.decoder import Decoder
 
 pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
 SIZES = {

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from common.base.errors import ConfigError
-from common.generation.builtin.build import build
-from common.job.config import LoraConfig
-from common.model.architecture.config import ModelConfig
-from common.model.architecture.projections import check_adapters, targeted
-from common.model.files.hf import save_model
-from common.model.files.rows import load_model
-from common.model.network.decoder import Decoder
-from common.model.network.lora import is_adapter, merged, save_adapter
-from services.trainer.models import lora
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.builtin.build import build
+from meshrl.common.job.config import LoraConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.architecture.projections import check_adapters, targeted
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.lora import is_adapter, merged, save_adapter
+from meshrl.services.trainer.models import lora
 from tests.attention import causal_attention
 
 SHAPE = ModelConfig(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.model.chat.messages import ROLES, BadMessages, conversation_of, message_of
+from meshrl.common.model.chat.messages import ROLES, BadMessages, conversation_of, message_of
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

@@ -8,10 +8,10 @@ from typing import cast
 import pytest
 import torch
 
-from common.base.experts import UNKNOWN
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder, SparseLayer
-from common.model.network.moe import Experts, Routing, balance
+from meshrl.common.base.experts import UNKNOWN
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder, SparseLayer
+from meshrl.common.model.network.moe import Experts, Routing, balance
 from tests.attention import causal_attention
 
 MOE = ModelConfig(

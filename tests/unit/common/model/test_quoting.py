@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from common.model.chat.chat import Chat
-from common.model.chat.messages import Message
-from common.model.tokens.quoting import ALIAS, MARK
-from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import ADD, CALL, SYSTEM, USER, VALUE, directory_of
-from services.environment.environments import Environments
+from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.chat.messages import Message
+from meshrl.common.model.tokens.quoting import ALIAS, MARK
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.environment.environments import Environments
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
 

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from common.base.errors import ConfigError
-from common.model.architecture.config import ModelConfig
-from common.model.files.hf import save_model
-from common.model.files.rows import Beginning, Drawn, StoredRows, load_model, normal_rows
-from common.model.network.decoder import Decoder, Layer
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import Beginning, Drawn, StoredRows, load_model, normal_rows
+from meshrl.common.model.network.decoder import Decoder, Layer
 
 DENSE = {
     "model_type": "qwen2",  # biases of queries, keys and values

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.model.files.safetensors_file import Unfinished
+from meshrl.common.model.files.safetensors_file import Unfinished
 
 TENSORS = {
     "b": torch.arange(6, dtype=torch.float32).reshape(2, 3),

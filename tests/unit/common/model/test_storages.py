@@ -14,7 +14,7 @@ from tests.load import scaled
 PROGRAM = """
 import sys
 import torch
-from common.model.files.storages import return_blocks
+from meshrl.common.model.files.storages import return_blocks
 
 def resident():
     with open("/proc/self/statm") as statm:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.base.errors import ConfigError
-from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.load import scaled
 
 CHARS = '_$?[]{}#=+-*()0123456789 ,;:<>abcdefghijklmnopqrstuvwxyz\n"é'
@@ -138,7 +138,7 @@ def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
     import torch
     import transformers
 
-    from common.model.files.hf import save_model
+    from meshrl.common.model.files.hf import save_model
     from tests.unit.common.model.test_attention import TINY, tiny_decoder
 
     character_tokenizer(CHARS, tmp_path / "source" / "tokenizer.json")
@@ -149,5 +149,5 @@ def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, common.model.tokens.tokenizer; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshrl.common.model.tokens.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == 0

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.base.clock import SystemClock
-from common.base.errors import BadMessage, Damaged, Refused, StorageFull
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.records.ledger import (
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import BadMessage, Damaged, Refused, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.records.ledger import (
     FORMAT,
     HEADER,
     MAGIC,
@@ -27,8 +27,8 @@ from common.records.ledger import (
     scan,
     trajectory_id,
 )
-from common.records.token_record import TokenRows
-from services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.common.records.token_record import TokenRows
+from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
 from tests.simulated_host import SimulatedHost
 
 HOST = SystemHost()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from common.base.files.sealed import sealed
-from common.records.checkpoints import best, checkpoint_name, committed, last_lineage
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.records.checkpoints import best, checkpoint_name, committed, last_lineage
 
 WEIGHTS = "abcdef01" * 4
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import BadMessage
-from common.records.token_record import MEMBER_BITS, TokenRows, in_parts, pack, unpack
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.records.token_record import MEMBER_BITS, TokenRows, in_parts, pack, unpack
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 token = st.tuples(st.integers(0, 2**31 - 1) | st.integers(0, 300), st.integers(0, 2**32 - 1), INT32)

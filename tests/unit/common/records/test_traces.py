@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig, TrackingConfig
-from common.records import run_lines
-from common.records.run_lines import Traces
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, TrackingConfig
+from meshrl.common.records import run_lines
+from meshrl.common.records.run_lines import Traces
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

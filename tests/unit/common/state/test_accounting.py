@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.state.events import Event
-from common.state.lifecycle.accounting import WRONG, account, wrong
+from meshrl.common.state.events import Event
+from meshrl.common.state.lifecycle.accounting import WRONG, account, wrong
 
 
 def story(*told: tuple[str, dict[str, Any]]) -> list[Event]:

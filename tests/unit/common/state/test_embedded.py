@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 from redis.exceptions import ResponseError
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, NotAllowed, StateUnavailable
-from common.state import registry
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.state.registry import Entry
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, NotAllowed, StateUnavailable
+from meshrl.common.state import registry
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry
 from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import binary_of
 from tests.load import scaled

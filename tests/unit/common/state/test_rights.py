@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from common.api.calls import callers
-from common.base.errors import NotAllowed, Refused
-from common.base.host.settings import redis_user
-from common.state import events, jobs
-from common.state.hosts import rights
-from common.state.hosts.rights import ALL, REPLAYED, keys_of, rules, scripts_of
-from common.state.redis.client import SCRIPTS, State, script_file, script_source
+from meshrl.common.api.calls import callers
+from meshrl.common.base.errors import NotAllowed, Refused
+from meshrl.common.base.host.settings import redis_user
+from meshrl.common.state import events, jobs
+from meshrl.common.state.hosts import rights
+from meshrl.common.state.hosts.rights import ALL, REPLAYED, keys_of, rules, scripts_of
+from meshrl.common.state.redis.client import SCRIPTS, State, script_file, script_source
 from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
 
@@ -38,7 +38,7 @@ HAND_IN = {"gateway", "person"}  # who say what a job runs
 HOST, OTHER = "here-000001", "there-000002"
 DIGEST = "5e" * 32
 
-SUPERVISION = "common.mesh.process.supervision."  # it reports ends by a script
+SUPERVISION = "meshrl.common.mesh.process.supervision."  # it reports ends by a script
 Symbol = tuple[str, str]  # module of common/state, name in it
 
 
@@ -111,7 +111,7 @@ def imported(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
             continue
         for alias in node.names:
             local = alias.asname or alias.name
-            if not f"{node.module}.".startswith(("common.state.", SUPERVISION)):
+            if not f"{node.module}.".startswith(("meshrl.common.state.", SUPERVISION)):
                 continue
             place = ROOT / node.module.replace(".", "/")
             if (place / f"{alias.name}.py").is_file():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from common.state.redis.client import SCRIPTS, script_file, script_source
+from meshrl.common.state.redis.client import SCRIPTS, script_file, script_source
 
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*/*.lua"))
 SENT = [name for name in NAMES if not name.startswith("_") and name != "prelude"]

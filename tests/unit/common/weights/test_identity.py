@@ -11,8 +11,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.base.errors import BadMessage
-from common.weights.layout.identity import LEAF_BYTES, Described, Tree, identity, merged
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.weights.layout.identity import LEAF_BYTES, Described, Tree, identity, merged
 
 SHAPES = [(7, 3000), (9, 5), (40_000,), (), (3, 4, 5000), (0, 8), (4, LEAF_BYTES // 4)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

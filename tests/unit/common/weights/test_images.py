@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.api.weights import Manifest, Tensor
-from common.base.errors import Damaged, MeshError
-from common.model.files.safetensors_file import NAMES
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.images import Image, load_tensor
-from common.weights.layout.layout import PAGE
-from common.weights.layout.manifest import Rows
+from meshrl.common.api.weights import Manifest, Tensor
+from meshrl.common.base.errors import Damaged, MeshError
+from meshrl.common.model.files.safetensors_file import NAMES
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.images import Image, load_tensor
+from meshrl.common.weights.layout.layout import PAGE
+from meshrl.common.weights.layout.manifest import Rows
 
 Cut = tuple[str, int, int]  # elements of a tensor
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.api.weights import Tensor
-from common.base.digest import digest_of
-from common.model.files.safetensors_file import DTYPES
-from common.weights.layout.laying import Chunk, How, Laying, Part, slices, whole
-from common.weights.staging import StagedVersion, assembled
+from meshrl.common.api.weights import Tensor
+from meshrl.common.base.digest import digest_of
+from meshrl.common.model.files.safetensors_file import DTYPES
+from meshrl.common.weights.layout.laying import Chunk, How, Laying, Part, slices, whole
+from meshrl.common.weights.staging import StagedVersion, assembled
 
 TENSORS = {
     "embedding": torch.randn(37, 40, generator=torch.Generator().manual_seed(1)),

@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from common.api.transfer.bulk import PUBLISHED
-from common.api.weights import STORE
-from common.base.clock import SystemClock
-from common.base.digest import digest_of_file
-from common.base.errors import Damaged, NotFound
-from common.base.files.home import PROBE, Home, make
-from common.job.bundle import bundle_files
-from common.job.config import JobConfig
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.patience import NotThere
-from common.state import events, jobs
-from common.state.redis.client import State
-from common.state.server import home
-from common.weights.bulk.port import ChunkStore, serve
-from common.weights.store.local_files import (
+from meshrl.common.api.transfer.bulk import PUBLISHED
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.errors import Damaged, NotFound
+from meshrl.common.base.files.home import PROBE, Home, make
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.patience import NotThere
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server import home
+from meshrl.common.weights.bulk.port import ChunkStore, serve
+from meshrl.common.weights.store.local_files import (
     _hold,
     at_home,
     bundle_directory,
@@ -35,9 +35,9 @@ from common.weights.store.local_files import (
     modules_here,
     release,
 )
-from services.weights.home import Errands
-from services.weights.store import WeightStore
-from sim.redis.state import simulated_state
+from meshrl.services.weights.home import Errands
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.api.weights import Base, Manifest, Tensor
-from common.base.encoding.blob import pack
-from common.base.errors import BadMessage, Damaged
-from common.weights.layout.manifest import (
+from meshrl.common.api.weights import Base, Manifest, Tensor
+from meshrl.common.base.encoding.blob import pack
+from meshrl.common.base.errors import BadMessage, Damaged
+from meshrl.common.weights.layout.manifest import (
     LEAST_BYTES,
     MOST_BYTES,
     Rows,

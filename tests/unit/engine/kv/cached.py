@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import SystemClock
-from common.generation.builtin.build import TorchEngine
-from common.generation.contract import Request
-from services.engine.kv.chunk_files import FoundChunk
-from services.engine.kv.host_cache import HostCache
-from services.engine.kv.shelf import KVTier
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.contract import Request
+from meshrl.services.engine.kv.chunk_files import FoundChunk
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.shelf import KVTier
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import Heard, Listener, built_in
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.engine.kv.chunk_files import (
+from meshrl.services.engine.kv.chunk_files import (
     HEAD_BYTES,
     ChunkFiles,
     ChunkHead,

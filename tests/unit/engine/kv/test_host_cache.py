@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from common.generation.builtin.build import TorchEngine
-from common.generation.loading import CHUNK
-from services.engine.kv.chunk_files import ChunkHead
-from services.engine.kv.host_cache import HostCache
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.loading import CHUNK
+from meshrl.services.engine.kv.chunk_files import ChunkHead
+from meshrl.services.engine.kv.host_cache import HostCache
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     SCALE,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.api.engine import (
+from meshrl.common.api.engine import (
     Attach,
     CacheFrame,
     CacheHead,
@@ -21,17 +21,17 @@ from common.api.engine import (
     Submit,
     Tokens,
 )
-from common.base.errors import BadMessage, PeerLost
-from common.base.random import Random
-from common.generation.loading import CHUNK
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams
-from services.engine.kv.moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
-from services.engine.service import EngineService
-from sim.engines.simulated import SimulatedEngine
-from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.base.errors import BadMessage, PeerLost
+from meshrl.common.base.random import Random
+from meshrl.common.generation.loading import CHUNK
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.services.engine.kv.moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
+from meshrl.services.engine.service import EngineService
+from meshrl.sim.engines.simulated import SimulatedEngine
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import StandingClock, built_in, decoder

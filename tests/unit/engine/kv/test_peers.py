@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.engine import Engine, Stored
-from common.base.clock import SystemClock
-from common.base.errors import BadMessage
-from common.state import registry
-from common.state.registry import Entry
-from common.weights.bulk.port import serve
 from loadtests.measuring.unrenewed import own_keys, unrenewed
-from services.engine.kv import peers as asking
-from services.engine.kv.chunk_files import ChunkHead, domain_of, names_of
-from services.engine.kv.host_cache import HostCache
-from services.engine.kv.peers import FRUITLESS, SELDOM, Peers
-from services.engine.kv.shelf import KVTier
-from services.engine.service import EngineService
-from sim.engines.simulated import SimulatedEngine
+from meshrl.common.api.engine import Engine, Stored
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.state import registry
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.port import serve
+from meshrl.services.engine.kv import peers as asking
+from meshrl.services.engine.kv.chunk_files import ChunkHead, domain_of, names_of
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.peers import FRUITLESS, SELDOM, Peers
+from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.services.engine.service import EngineService
+from meshrl.sim.engines.simulated import SimulatedEngine
 from tests.load import scaled
 from tests.unit.engine.kv.cached import raised
 

@@ -12,17 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import ConfigError
-from common.base.files.file_locks import lies_at, unheld
-from common.generation import kv_directories
-from common.generation.kv_directories import own_directory, sweep
-from common.job.config import KvConfig, RolloutConfig
 from loadtests.measuring.unrenewed import own_keys, unrenewed
-from services.engine.kv.chunk_files import HEAD_BYTES, ChunkHead, FoundChunk, domain_of, names_of
-from services.engine.kv.opening import shelves_of
-from services.engine.kv.rates import FRESH, TRIED, LoadingPace, Worth
-from services.engine.kv.retention import HALF_S, cost_of_loss, leaving
-from services.engine.kv.shelf import KVTier
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files.file_locks import lies_at, unheld
+from meshrl.common.generation import kv_directories
+from meshrl.common.generation.kv_directories import own_directory, sweep
+from meshrl.common.job.config import KvConfig, RolloutConfig
+from meshrl.services.engine.kv.chunk_files import (
+    HEAD_BYTES,
+    ChunkHead,
+    FoundChunk,
+    domain_of,
+    names_of,
+)
+from meshrl.services.engine.kv.opening import shelves_of
+from meshrl.services.engine.kv.rates import FRESH, TRIED, LoadingPace, Worth
+from meshrl.services.engine.kv.retention import HALF_S, cost_of_loss, leaving
+from meshrl.services.engine.kv.shelf import KVTier
 from tests.load import scaled
 
 DOMAIN, LATER = (domain_of(weights, "", "layout", "keep") for weights in ("one", "two"))
@@ -197,8 +203,8 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from loadtests.measuring.unrenewed import own_keys, unrenewed
-from services.engine.kv.opening import shelves_of
-from services.engine.kv.shelf import KVTier
+from meshrl.services.engine.kv.opening import shelves_of
+from meshrl.services.engine.kv.shelf import KVTier
 on = KVTier("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)
 on.hold("0" * 64)
 on.wait_for(3)

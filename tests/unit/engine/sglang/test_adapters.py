@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.base.errors import ConfigError, Refused
-from services.engine.sglang import v0_5
-from services.engine.sglang.server import Adapting, HierarchicalCache, Launch
-from services.engine.sglang.weights import inline
+from meshrl.common.base.errors import ConfigError, Refused
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.server import Adapting, HierarchicalCache, Launch
+from meshrl.services.engine.sglang.weights import inline
 from tests.load import scaled
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart

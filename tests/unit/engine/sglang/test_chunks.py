@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.api.engine import Finish
-from common.base.errors import RemoteFailure
-from services.engine.sglang.requests import SentRequest
-from services.engine.sglang.v0_5 import StreamChunk, chunk, generate, plain
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import RemoteFailure
+from meshrl.services.engine.sglang.requests import SentRequest
+from meshrl.services.engine.sglang.v0_5 import StreamChunk, chunk, generate, plain
 from tests.unit.common.generation.engines_under_test import VOCAB, request, text_of
 
 

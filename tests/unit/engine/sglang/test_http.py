@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from common.base.errors import DeadlineExceeded, MeshError, PeerLost, RemoteFailure
-from services.engine.sglang import v0_5
-from services.engine.sglang.http import BESIDE, IDLE_S, Http
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost, RemoteFailure
+from meshrl.services.engine.sglang import v0_5
+from meshrl.services.engine.sglang.http import BESIDE, IDLE_S, Http
 from tests.load import scaled
 
 SLOTS = 2

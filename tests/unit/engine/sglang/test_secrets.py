@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, PeerLost
-from common.mesh.process.host import SystemHost
-from common.model.architecture.config import ModelConfig
-from services.engine.sglang.server import Launch, SGLangServer
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, PeerLost
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.services.engine.sglang.server import Launch, SGLangServer
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY
 

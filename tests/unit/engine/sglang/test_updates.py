@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from common.api.engine import Finish
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, PeerLost, RemoteFailure
-from common.generation.contract import NO_VERSION, Quarantined
-from common.mesh.process.host import SystemHost
-from common.model.files.hf import state_to_hf
-from services.engine.sglang import reading_back
-from services.engine.sglang.control import UPDATE_S
-from services.engine.sglang.engine import SGLangEngine
-from services.engine.sglang.http import Http
-from services.engine.sglang.server import Launch, SGLangServer
-from services.engine.sglang.weights import FromDisk
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, PeerLost, RemoteFailure
+from meshrl.common.generation.contract import NO_VERSION, Quarantined
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.files.hf import state_to_hf
+from meshrl.services.engine.sglang import reading_back
+from meshrl.services.engine.sglang.control import UPDATE_S
+from meshrl.services.engine.sglang.engine import SGLangEngine
+from meshrl.services.engine.sglang.http import Http
+from meshrl.services.engine.sglang.server import Launch, SGLangServer
+from meshrl.services.engine.sglang.weights import FromDisk
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
 from tests.unit.common.generation.engines_under_test import (

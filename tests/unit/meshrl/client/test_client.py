@@ -11,15 +11,21 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import ConfigError, DeadlineExceeded, NotFound, Refused, StateUnavailable
-from common.base.host.settings import MeshSettings
-from common.state import events, jobs
-from common.state.pool.store import store as pool
-from common.state.pool.workers.rows import Budget, WorkerRow
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
-from common.state.registry import Entry, register
 from meshrl import Client
+from meshrl.common.base.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    NotFound,
+    Refused,
+    StateUnavailable,
+)
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.state import events, jobs
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Budget, WorkerRow
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
+from meshrl.common.state.registry import Entry, register
 from meshrl.job import jobfile
 from meshrl.job import model_files as models
 from tests.load import scaled

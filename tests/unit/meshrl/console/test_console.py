@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.mesh.process.output.log_bounds import LOG_BYTES
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console
 from meshrl.launch.console.followed import Followed

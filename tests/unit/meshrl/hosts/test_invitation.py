@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError, NotFound
-from common.mesh.access.ticket import Ticket
+from meshrl.common.base.errors import ConfigError, NotFound
+from meshrl.common.mesh.access.ticket import Ticket
 from meshrl.launch.checks import addresses
 from meshrl.launch.hosts import invitation
 from meshrl.launch.hosts.joining import join

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import NotFound
-from common.mesh.access import members, tokens
-from common.mesh.access.records import HOST as FOR_HOSTS
-from common.mesh.access.records import read
-from common.state.hosts import doors
-from common.state.hosts.doors import Row
 from meshrl.commands.keys import _key, _still_good
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotFound
+from meshrl.common.mesh.access import members, tokens
+from meshrl.common.mesh.access.records import HOST as FOR_HOSTS
+from meshrl.common.mesh.access.records import read
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.hosts.doors import Row
+from meshrl.sim.redis.state import simulated_state
 
 HOST, THIEF = "gpu1-1f3a9c", "gpu2-2e4b8d"
 ONE, OTHER = "a1b2c3d4" + "0" * 56, "a1b2c3d4" + "f" * 56

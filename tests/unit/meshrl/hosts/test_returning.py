@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from common.base.host.settings import MeshSettings
 from meshrl.cli import app
+from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.hosts.hosting import HostShape
 from meshrl.launch.hosts.membership import Membership

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import MeshError
-from common.job.config import JobConfig
-from common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.base.errors import MeshError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
 from meshrl.job.jobfile import read
 from meshrl.job.loaded import Check, JobFile
 from tests.unit.common.model.chatting import qwen3_tokenizer

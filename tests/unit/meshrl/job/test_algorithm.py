@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import get_args
 
-from common.job.config import AlgorithmConfig
-from common.job.correction_bounds import LARGEST
-from common.job.schema import JOB
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.common.job.correction_bounds import LARGEST
+from meshrl.common.job.schema import JOB
 from meshrl.job.checks.file import algorithm
-from services.trainer.algorithms import ALGORITHMS
-from services.trainer.algorithms.hooks import advantage_of_one
-from services.trainer.arithmetic import aggregation
+from meshrl.services.trainer.algorithms import ALGORITHMS
+from meshrl.services.trainer.algorithms.hooks import advantage_of_one
+from meshrl.services.trainer.arithmetic import aggregation
 
 
 def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:

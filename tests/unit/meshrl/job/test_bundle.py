@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.hardware.shapes import ModelShape
-from common.job.bundle.bundle_files import digest_of, listed
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.bundle.bundle_files import digest_of, listed
 from meshrl.job.bundle import pack
 from meshrl.job.jobfile import load
 from meshrl.job.model_files import size

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
 from loadtests.chat_templates.comparing import directory_of
+from meshrl.common.base.errors import ConfigError
 from meshrl.job.jobfile import load
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS

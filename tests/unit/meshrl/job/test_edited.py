@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.job.config import JobConfig
+from meshrl.common.job.config import JobConfig
 from meshrl.job.edited import notice, remembered
 
 TEXT = '[model]\npath = "here"\n\n[budget]\nsteps = 48\n\n[optimizer]\nadamw_lr = 0.001\n'

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.job.config import JobConfig
-from common.job.schema import JOB
-from common.state.pool.demand.needs import need_of
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.schema import JOB
+from meshrl.common.state.pool.demand.needs import need_of
 from meshrl.job.jobfile import apply_override, load
 from meshrl.job.loaded import at
 from meshrl.job.toml.reading import key_lines, line_of
@@ -145,7 +145,7 @@ def test_every_default_keeps_to_its_own_declaration() -> None:
 
 
 def test_processes_that_read_jobs_do_without_pydantic() -> None:
-    code = "import sys, common.job.bundle.job_data; sys.exit('pydantic' in sys.modules)"
+    code = "import sys, meshrl.common.job.bundle.job_data; sys.exit('pydantic' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.job_data import JobData
 from meshrl.job import bundle, jobfile
 from tests.unit.meshrl.conftest import NO_TENSORS
 from tests.unit.meshrl.job.conftest import Given

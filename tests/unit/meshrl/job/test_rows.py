@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.job.config import EnvironmentConfig, JobConfig
-from common.model.chat.messages import conversation_of
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import EnvironmentConfig, JobConfig
+from meshrl.common.model.chat.messages import conversation_of
 from meshrl.job import rows, tasksets
 from meshrl.job.bundle import pack
 from meshrl.job.jobfile import load

@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 
-from common.base.errors import Refused
-from common.job.isolation import containment
-from common.job.isolation.isolation import ORDER
-from common.job.schema import JOB
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.isolation import containment
+from meshrl.common.job.isolation.isolation import ORDER
+from meshrl.common.job.schema import JOB
 from meshrl.job import jobfile
 from meshrl.job.references import all_references
 

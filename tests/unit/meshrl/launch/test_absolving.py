@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
-from common.base.clock import Clock
-from common.base.errors import PeerLost, StateUnavailable, StorageFull
-from common.base.random import Random
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.supervision.ended import Reports
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
-from common.mesh.runtime.mesh import Mesh
-from common.state import jobs
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import PeerLost, StateUnavailable, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.supervision.ended import Reports
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs
 from meshrl.launch.services.absolving import PATIENCE_S, PROGRESS_S, absolved
-from sim.loop import VirtualClock, run_virtual
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.unit.node.test_failing_roles import DOCUMENT

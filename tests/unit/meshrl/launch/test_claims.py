@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Refused, StorageFull
-from common.base.host.settings import MeshSettings
-from common.job.config import JobConfig
+from meshrl.common.base.errors import Refused, StorageFull
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.config import JobConfig
 from meshrl.directory.claims import claimed, writing
 from meshrl.directory.places import MeshPlace
 

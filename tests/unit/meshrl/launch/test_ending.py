@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.host.settings import MeshSettings
+from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.places import MeshPlace, running_launcher
 from meshrl.launch.ending import STOP_S, end
 from tests.load import scaled

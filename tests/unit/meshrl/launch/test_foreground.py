@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import (
+from meshrl.common.base.errors import (
     ConfigError,
     DeadlineExceeded,
     MeshError,
@@ -22,10 +22,10 @@ from common.base.errors import (
     StateUnavailable,
     StorageFull,
 )
-from common.base.host.ports import Taken
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.process.host import SystemHost
-from common.mesh.telemetry.endpoint import MetricsEndpoint
+from meshrl.common.base.host.ports import Taken
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.checks import addresses
 from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of

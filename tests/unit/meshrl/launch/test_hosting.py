@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import StateUnavailable
-from common.base.host.settings import MeshSettings
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.places import MeshPlace, read_if_whole
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, status_of
 from meshrl.launch.hosts.hosting import Hosting, HostShape
-from sim.redis.state import simulated_state
+from meshrl.sim.redis.state import simulated_state
 from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import NotFound, Refused, StateUnavailable
-from common.base.files import damage
-from common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
-from common.mesh.process.handle import start_time
-from common.state import events, jobs, registry
-from common.state.registry import Entry
-from common.state.server.rollback import JobMark
 from meshrl.commands.status import diagnosed
+from meshrl.common.base.errors import NotFound, Refused, StateUnavailable
+from meshrl.common.base.files import damage
+from meshrl.common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state.registry import Entry
+from meshrl.common.state.server.rollback import JobMark
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.state.pool.workers.settings import PoolSettings
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.shape import POOL, pool_of
 from meshrl.launch.mesh_file import MeshFile, read

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.base.clock import SystemClock
-from common.mesh.process.forking.birth import NURSERY_ENV, answers
-from common.mesh.process.handle import Child, start_time
-from common.mesh.process.host import SystemHost
-from common.mesh.process.supervision.supervisor import ChildEnd
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, answers
+from meshrl.common.mesh.process.handle import Child, start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.services import plan
 from meshrl.launch.services.nursery import MeshNursery

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from common.api.sandbox import LoadJob, Sandbox
-from common.base.errors import HandshakeFailed, RemoteFailure
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.transport.address import key_of, key_text
-from common.state.hosts import doors
 from loadtests.doors.calls import blank
+from meshrl.common.api.sandbox import LoadJob, Sandbox
+from meshrl.common.base.errors import HandshakeFailed, RemoteFailure
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.transport.address import key_of, key_text
+from meshrl.common.state.hosts import doors
 from tests.answering import answering
 from tests.load import scaled
 from tests.unit.meshrl.launch.test_redis_hosts import GUEST, HEAD

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Refused
-from common.base.host.settings import MeshSettings
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.host.settings import MeshSettings
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace, find_mesh, home, point_to
 from tests.load import scaled

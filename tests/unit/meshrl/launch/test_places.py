@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import NotFound, Refused
-from common.base.host.settings import MESH_ENV, mark_of
-from common.job.config import JobConfig
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.base.host.settings import MESH_ENV, mark_of
+from meshrl.common.job.config import JobConfig
 from meshrl.directory import places
 from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers

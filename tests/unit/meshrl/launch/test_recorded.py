@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.base.files import lines
-from common.state.server.rollback import JobMark, RollbackMark
+from meshrl.common.base.files import lines
+from meshrl.common.state.server.rollback import JobMark, RollbackMark
 from meshrl.launch.redis.recorded import RunRecord, recorded
 
 

@@ -24,18 +24,18 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, NotAllowed, Refused, StateUnavailable
-from common.base.host.settings import MeshSettings
-from common.mesh.access import hosts
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
-from common.mesh.process.supervision.supervisor import Hooks
-from common.state import events
-from common.state.hosts import doors, rights
-from common.state.redis import embedded
-from common.state.redis.client import State
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, NotAllowed, Refused, StateUnavailable
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.access import hosts
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.supervisor import Hooks
+from meshrl.common.state import events
+from meshrl.common.state.hosts import doors, rights
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis.access import certificate
 from meshrl.launch.redis.access.network import Network

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, MeshError, StateUnavailable
-from common.base.host.settings import MeshSettings
-from common.mesh.access.hosts import AdmittedHost
-from common.mesh.process.host import SystemHost
-from common.mesh.process.supervision.supervisor import Hooks
-from common.state import events, registry
-from common.state.hosts import rights
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.state.registry import Entry
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, MeshError, StateUnavailable
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.supervisor import Hooks
+from meshrl.common.state import events, registry
+from meshrl.common.state.hosts import rights
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from meshrl.launch.redis.access import material

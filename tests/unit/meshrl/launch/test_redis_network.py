@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from common.base.errors import ConfigError
-from common.mesh.access.hosts import AdmittedHost
-from common.state.redis import embedded
-from common.state.redis.embedded import Listening
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.embedded import Listening
 from meshrl.launch.redis.access import certificate
 from meshrl.launch.redis.access.network import Network, far_url, is_taken
 

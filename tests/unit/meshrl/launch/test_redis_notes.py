@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import Damaged
-from common.base.files.sealed import sealed
-from common.base.random import Random
-from common.records.checkpoints import checkpoint_name
-from common.state import events, jobs
-from common.state.redis.client import State
-from common.state.server.rollback import JobMark, RollbackMark
-from common.state.steps import IDS_APART
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.random import Random
+from meshrl.common.records.checkpoints import checkpoint_name
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server.rollback import JobMark, RollbackMark
+from meshrl.common.state.steps import IDS_APART
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.redis import note as notes
 from meshrl.launch.redis.note import Note
 from meshrl.launch.redis.progress import RedisProgress
-from sim.disk import Disk
-from sim.redis.state import simulated_as, simulated_state
+from meshrl.sim.disk import Disk
+from meshrl.sim.redis.state import simulated_as, simulated_state
 from tests.contract.state.state_bench import JOB, document
 
 

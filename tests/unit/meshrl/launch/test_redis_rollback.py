@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import Fenced, StateUnavailable
-from common.base.files import damage
-from common.base.files.documents import in_the_making
-from common.mesh.process.host import SystemHost
-from common.mesh.process.supervision.supervisor import ChildSpec, Hooks
-from common.state import events, jobs, steps
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.state.server import rollback
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Fenced, StateUnavailable
+from meshrl.common.base.files import damage
+from meshrl.common.base.files.documents import in_the_making
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, Hooks
+from meshrl.common.state import events, jobs, steps
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server import rollback
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.restoring import put_all_back
 from meshrl.launch.redis import note as notes

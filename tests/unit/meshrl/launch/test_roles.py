@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.state.pool.placing.taking import ALL, taken, written
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.state.pool.placing.taking import ALL, taken, written
 from meshrl.launch.roles import HostRole, role
 from meshrl.launch.services.plan import agent
-from services.node.__main__ import parser
+from meshrl.services.node.__main__ import parser
 
 
 def test_a_host_gives_workers_and_takes_all_services_unless_it_says_otherwise() -> None:

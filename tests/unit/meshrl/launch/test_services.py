@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.services.services import Services
 from tests.load import scaled

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.mesh.process.supervision.ended import LastEnd
-from common.state.jobs import JobRow, Phase
-from common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
+from meshrl.common.mesh.process.supervision.ended import LastEnd
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.mesh.stalled import Stall
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families

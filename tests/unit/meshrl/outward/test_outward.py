@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError
-from common.base.host.settings import MeshSettings
-from common.mesh.process.host import SystemHost
-from common.state.pool.store import store as pool
-from common.state.redis.client import State
-from common.state.registry import Entry, register
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.outward.outward import outward
 from meshrl.launch.outward.standing import OLD_S, Standing
 from meshrl.launch.root import RootProcess
+from meshrl.sim.redis.client import SimulatedRedis
+from meshrl.sim.redis.state import simulated_state
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot
-from sim.redis.client import SimulatedRedis
-from sim.redis.state import simulated_state
 from tests.load import scaled
 
 WITHIN_S = 30.0  # on a busy host; each comes within a second or two

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from common.base.host.settings import MeshSettings
-from common.job.config import BudgetConfig, JobConfig
-from common.state import events, jobs
-from common.state.redis import embedded
-from common.state.redis.client import State
-from common.state.registry import Entry, register
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.config import BudgetConfig, JobConfig
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry, register
 from meshrl.directory.places import write_json
 from tests.contract.state.state_bench import running_server
 

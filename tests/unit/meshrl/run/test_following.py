@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from common.base.clock import SystemClock
-from common.base.errors import Refused
-from common.job.config import AlgorithmConfig, JobConfig
-from common.state import jobs, steps
-from common.state.jobs import Phase
-from common.state.registry import Entry, register
 from meshrl.__main__ import main
 from meshrl.cli import app
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.config import AlgorithmConfig, JobConfig
+from meshrl.common.state import jobs, steps
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.registry import Entry, register
 from meshrl.directory.claims import claimed
 from meshrl.directory.places import MeshPlace
 from meshrl.directory.target import Run
 from meshrl.run.following.watching import Onlooker
 from meshrl.run.outcome import outcome_of
-from sim.redis.state import simulated_state
+from meshrl.sim.redis.state import simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED
 from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats
 from tests.load import scaled

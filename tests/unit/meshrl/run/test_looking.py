@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common.base.host.settings import MeshSettings
-from common.mesh.process.handle import start_time
-from common.state.redis import embedded
-from common.state.redis.client import State
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.run.following.looking import looks
 from tests.contract.state.state_bench import Server, running_server

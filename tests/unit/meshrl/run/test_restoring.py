@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Damaged
-from common.job.config import JobConfig
-from common.state import jobs
-from common.state.redis.client import State
+from meshrl.common.base.errors import Damaged
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state import jobs
+from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError, MeshError, NotFound, Refused
-from common.job.config import JobConfig
-from common.state.jobs import Phase
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound, Refused
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state.jobs import Phase
 from meshrl.directory.claims import claimed
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.job import jobfile

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.base.errors import ConfigError, NotFound
 from meshrl.cli import app
+from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.directory.target import run_in
 from meshrl.run.talking import ModelChoice, asked, model_of, sample
 from tests.unit.meshrl.run.conftest import written_run

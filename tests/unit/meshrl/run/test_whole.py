@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from common.api.weights import Manifest, Tensor
-from common.base.digest import digest_of
-from common.base.errors import MeshError, NotFound
-from common.base.files.sealed import sealed
-from common.job.bundle import bundle_files
-from common.records.checkpoints import checkpoint_name, digests_below
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.layout.manifest import packed
+from meshrl.common.api.weights import Manifest, Tensor
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import MeshError, NotFound
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.records.checkpoints import checkpoint_name, digests_below
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.manifest import packed
 from meshrl.directory.places import MeshPlace
 from meshrl.run import whole
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.state.jobs import Phase
-from common.state.pool.placing.snapshot import Move
-from common.state.pool.store.explained import Explained, judged_of
-from common.state.registry import Entry
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.store.explained import Explained, judged_of
+from meshrl.common.state.registry import Entry
 from meshrl.view.live.top_screen import screen, tables
 from meshrl.view.mesh.frames import Frame, frame
 from meshrl.view.mesh.rates import steps_per_min, wait_share

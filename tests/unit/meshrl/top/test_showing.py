@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from common.state import events, leader
-from common.state.pool.store import store as pool
-from common.state.pool.store.explained import JUDGED
-from common.state.redis.client import State
-from common.state.redis.keys import EVENTS, PLANNER
 from meshrl.cli import app
+from meshrl.common.state import events, leader
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store.explained import JUDGED
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import EVENTS, PLANNER
 from meshrl.run.following.top import TopScreen
 from meshrl.view.mesh.frames import Frame, JobFrame
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import NotFound
-from common.base.files.lines import line
-from common.job.config import JobConfig
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files.lines import line
+from meshrl.common.job.config import JobConfig
 from meshrl.directory.places import write_json
 from meshrl.view.recording.recorded import read_events
 from meshrl.view.report import again

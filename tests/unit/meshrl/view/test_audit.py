@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.base.files import lines
-from common.state.events import Event
-from common.state.jobs import Phase
+from meshrl.common.base.files import lines
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
 from meshrl.run.session import status
 from meshrl.view.recording.audit import audit, show, without_fate
 

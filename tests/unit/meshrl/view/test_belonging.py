@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.state.events import Event
+from meshrl.common.state.events import Event
 from meshrl.view.history.belonging import Belonging
 from meshrl.view.mesh.processes import job_in
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.state.events import Event
+from meshrl.common.state.events import Event
 from meshrl.view.history.decisions import MOST, about, told
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.state.events import Event
+from meshrl.common.state.events import Event
 from meshrl.view.history.failures import AGAIN_S, Heard, ShownFailures, of_share
 from meshrl.view.history.run_snapshot import RunHistory, evaluation, snapshot
 from meshrl.view.live.view import RunLines, evaluation_line, step_line

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from common.job.config import JobConfig
-from common.state.events import Event
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.state.events import Event
+from meshrl.common.state.events import Event
 from meshrl.view.history.held import held_s
 from meshrl.view.recording.usage import Tally
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from common.job.config import JobConfig
-from common.state import jobs
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state import jobs
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape
 from meshrl.run import session
+from meshrl.sim.redis.state import simulated_state
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
-from sim.redis.state import simulated_state
 from tests.load import scaled
 
 PATIENCE_S = 40.0

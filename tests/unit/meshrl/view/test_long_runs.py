@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common.base.files.lines import LineFile
+from meshrl.common.base.files.lines import LineFile
 from meshrl.view.recording.recorded import EVENTS, RECENT, Recorded, rare_events, thinned
 
 MANY = 3 * RECENT

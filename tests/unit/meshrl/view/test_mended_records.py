@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import StateUnavailable
-from common.base.files.damage import EVENT, QUARANTINE, fields
-from common.base.files.lines import read
-from common.job.config import JobConfig
-from common.state import events, jobs, readers
-from common.state.redis.client import State
-from common.state.server.rollback import JobMark
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.files.damage import EVENT, QUARANTINE, fields
+from meshrl.common.base.files.lines import read
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state import events, jobs, readers
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.server.rollback import JobMark
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.directory.target import run_in
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.restoring import put_back
 from meshrl.launch.head.shape import MeshShape
 from meshrl.run.outcome import outcome_of
+from meshrl.sim.redis.state import simulated_as
 from meshrl.view.recording.recorded import Recorded, read_events
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
-from sim.redis.state import simulated_as
 from tests.load import scaled
 
 JOB = "one"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.state.jobs import JobRow, Phase
-from common.state.pool.workers.rows import Role
-from common.state.registry import Entry
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.registry import Entry
 from meshrl.view.live.mesh_view import MeshLines, screen
 from meshrl.view.live.view import roles
 from meshrl.view.mesh.frames import Frame, frame

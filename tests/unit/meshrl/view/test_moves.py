@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from common.state.events import Event
-from common.state.pool.store.explained import Explained, explained_of
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import Explained, explained_of
 from meshrl.view.history import moves
 from meshrl.view.history.news import told
 from meshrl.view.live import tables

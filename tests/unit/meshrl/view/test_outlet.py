@@ -14,13 +14,19 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from common.base.clock import SystemClock
-from common.base.errors import NotFound, Refused
-from common.base.files import documents
-from common.base.files.sealed import sealed
-from common.job.bundle import bundle_files
-from common.mesh.process.host import SystemHost
-from common.records.checkpoints import STATE, checkpoint_name, digests_below, manifest_of, verified
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.records.checkpoints import (
+    STATE,
+    checkpoint_name,
+    digests_below,
+    manifest_of,
+    verified,
+)
 from meshrl.run.from_url import brought
 from meshrl.view.recording import audit, outlet
 from meshrl.view.recording.outlet import Outlet

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import NotFound
+from meshrl.common.base.errors import NotFound
 from meshrl.view.history.gangs import Span, TimelineMark, WorkerTimeline
 from meshrl.view.report import png
 from meshrl.view.report.charts import Figure, Series

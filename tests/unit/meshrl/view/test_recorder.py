@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import StorageFull
-from common.base.files.lines import LineFile, read
-from common.job.config import JobConfig
-from common.state.events import Event
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files.lines import LineFile, read
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape

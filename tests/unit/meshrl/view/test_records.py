@@ -14,21 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from common.base.files.damage import EVENT
-from common.job.config import JobConfig, TrackingConfig
-from common.state import events, jobs
-from common.state.registry import Entry, register
+from meshrl.common.base.files.damage import EVENT
+from meshrl.common.job.config import JobConfig, TrackingConfig
+from meshrl.common.state import events, jobs
+from meshrl.common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace, read_json, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape
 from meshrl.run.outcome import INTERRUPTED
 from meshrl.run.session import _conclude
+from meshrl.sim.redis.state import simulated_state
 from meshrl.view import records
 from meshrl.view.recording.recorded import read_events
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.records import record_all
 from meshrl.view.report import report
-from sim.redis.state import simulated_state
 from tests.load import scaled
 
 PATIENCE_S = 40.0

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import redis
 
-from common.base.host.settings import MeshSettings
-from common.state.redis import embedded
 from meshrl.commands.status import diagnosed
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.state.redis import embedded
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.redis import guard
 from tests.contract.state.state_bench import Server, running_server

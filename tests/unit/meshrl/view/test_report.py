@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.job.config import BudgetConfig, JobConfig
-from common.state.events import Event
-from common.state.jobs import Phase
+from meshrl.common.job.config import BudgetConfig, JobConfig
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
 from meshrl.job.toml.writing import to_toml
 from meshrl.view.history.decisions import decisions
 from meshrl.view.history.gangs import Span, TimelineMark, WorkerTimeline, moves, spans

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from common.job.config import BudgetConfig, JobConfig
-from common.mesh.process.supervision.ended import LastEnd
-from common.state.jobs import COUNTS, JobRow, Phase
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
-from common.state.registry import LEASE_MS, Entry
+from meshrl.common.job.config import BudgetConfig, JobConfig
+from meshrl.common.mesh.process.supervision.ended import LastEnd
+from meshrl.common.state.jobs import COUNTS, JobRow, Phase
+from meshrl.common.state.pool.workers.rows import (
+    Doing,
+    Gang,
+    Report,
+    Resident,
+    Role,
+    Tier,
+    WorkerRow,
+)
+from meshrl.common.state.registry import LEASE_MS, Entry
 from meshrl.view.mesh.quiet import doing, working
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.mesh.stalled import Stall, redis_silent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.files import lines
-from common.state.registry import Entry
+from meshrl.common.base.files import lines
+from meshrl.common.state.registry import Entry
 from meshrl.view import storage
 from meshrl.view.history.run_snapshot import RunHistory, snapshot
 from meshrl.view.live.view import RunLines
@@ -31,8 +31,8 @@ def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     code = f"""
         import resource
         from pathlib import Path
-        from common.base.errors import StorageFull
-        from common.base.files.lines import LineFile
+        from meshrl.common.base.errors import StorageFull
+        from meshrl.common.base.files.lines import LineFile
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         try:
             for step in range(20):
@@ -50,7 +50,7 @@ def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_log_on_a_full_disk_fails_nobody() -> None:
     code = """
-        from common.mesh.telemetry.logs import Telemetry, log_to_stderr
+        from meshrl.common.mesh.telemetry.logs import Telemetry, log_to_stderr
         log_to_stderr("rollout/0")
         for _ in range(3):
             Telemetry("rollout/0").log.error("ledger: disk full")

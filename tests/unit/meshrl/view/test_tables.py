@@ -10,11 +10,19 @@ from typing import Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from common.job.config import JobConfig
-from common.mesh.process.supervision.ended import LastEnd
-from common.state.jobs import COUNTS, JobRow, Phase
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
-from common.state.registry import Entry
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.supervision.ended import LastEnd
+from meshrl.common.state.jobs import COUNTS, JobRow, Phase
+from meshrl.common.state.pool.workers.rows import (
+    Doing,
+    Gang,
+    Report,
+    Resident,
+    Role,
+    Tier,
+    WorkerRow,
+)
+from meshrl.common.state.registry import Entry
 from meshrl.view.live import printing, tables
 from meshrl.view.mesh.snapshot import MeshSnapshot
 

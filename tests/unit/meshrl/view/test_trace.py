@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import NotFound
-from common.base.files.lines import line
-from common.state.events import Event
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files.lines import line
+from meshrl.common.state.events import Event
 from meshrl.view.trace import writing
 from meshrl.view.trace.tracks import Bar, Shape, Tracks
 from meshrl.view.trace.writing import TraceNotes, drawn

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError
-from common.job.config import JobConfig, TrackingConfig
-from common.mesh.process.host import SystemHost
-from common.state.events import Event
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig, TrackingConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.events import Event
 from meshrl.directory.places import read_json
 from meshrl.job import jobfile
 from meshrl.job.checks.file.extras import wanted_trackers
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[4]
 CHILD = """
 import json, os, sys, time
 sys.path.insert(0, {root!r})
-from common.mesh.process.entry.child import ChildChannel
+from meshrl.common.mesh.process.entry.child import ChildChannel
 channel = ChildChannel.from_env()
 about = json.loads(channel.recv())
 shown = open(about["target"], "a")

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
-from common.state.registry import Entry
+from meshrl.common.state.pool.workers.rows import (
+    Doing,
+    Gang,
+    Report,
+    Resident,
+    Role,
+    Tier,
+    WorkerRow,
+)
+from meshrl.common.state.registry import Entry
 from meshrl.view.mesh.processes import Meter, Used, owner
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.recording.usage import Tally

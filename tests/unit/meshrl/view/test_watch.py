@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.job.config import JobConfig
-from common.state.events import Event
-from common.state.jobs import JobRow, Phase
-from common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role, Tier, WorkerRow
-from common.state.registry import Entry
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.pool.workers.rows import (
+    Doing,
+    Gang,
+    Report,
+    Resident,
+    Role,
+    Tier,
+    WorkerRow,
+)
+from meshrl.common.state.registry import Entry
 from meshrl.view.history.news import told
 from meshrl.view.history.run_snapshot import RunHistory, RunReading, evaluation, snapshot
 from meshrl.view.live.view import RunLines, clock, screen, sparkline

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.encoding.plain import plain, restored
-from services.planner.costs.correction import FORGETTING, KEYS, Correction, CorrectionKey
+from meshrl.common.base.encoding.plain import plain, restored
+from meshrl.services.planner.costs.correction import FORGETTING, KEYS, Correction, CorrectionKey
 
 KEY = CorrectionKey("qwen3-14b", "A800", "rollout")
 OTHER = CorrectionKey("qwen3-14b", "A800", "training")

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.hardware.profiles import Accelerator, declared
-from common.hardware.shapes import ModelShape
-from common.job.pace import PROFILES
-from common.model.architecture.config import ModelConfig
 from loadtests.layouts import released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, QWEN_30B_A3B
-from services.planner.costs.rollout import EngineGang
+from meshrl.common.hardware.profiles import Accelerator, declared
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.pace import PROFILES
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.services.planner.costs.rollout import EngineGang
 
 # 2 layers of 8 features, 4 heads of 2 and 2 of keys and values; one operation, byte a second.
 TINY = ModelShape(2, 8, 4, 2, 2, parameters=1000.0, active=1000.0)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.hardware.profiles import Accelerator, declared
-from common.hardware.shapes import ModelShape
 from loadtests.layouts.cases import QWEN_14B, QWEN_30B_A3B
-from services.planner.costs.training import (
+from meshrl.common.hardware.profiles import Accelerator, declared
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.services.planner.costs.training import (
     TrainingLayout,
     TrainingWork,
     bubble,

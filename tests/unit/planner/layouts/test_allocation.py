@@ -11,16 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.hardware.profiles import declared
-from common.hardware.shapes import ModelShape
 from loadtests.layouts.brute import iteration_s
 from loadtests.layouts.cases import QWEN_14B, lengths, servers, small
-from services.planner.costs.training import TrainingLayout, TrainingWork
-from services.planner.layouts.allocation import NO_TRAINING, TOLERANCE, LayoutPlan, Timed, allocate
-from services.planner.layouts.grouping import alike
-from services.planner.layouts.nodes import LayoutNode
-from services.planner.layouts.serving import Served
-from sim.cluster.ways import Trainable, TrainingWays
+from meshrl.common.hardware.profiles import declared
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork
+from meshrl.services.planner.layouts.allocation import (
+    NO_TRAINING,
+    TOLERANCE,
+    LayoutPlan,
+    Timed,
+    allocate,
+)
+from meshrl.services.planner.layouts.grouping import alike
+from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.serving import Served
+from meshrl.sim.cluster.ways import Trainable, TrainingWays
 
 
 @pytest.mark.rotating(2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtests.layouts.cases import lengths
-from services.planner.layouts.grouping import alike, groups_for, quantiles, together
+from meshrl.services.planner.layouts.grouping import alike, groups_for, quantiles, together
 
 
 def test_one_trajectory_holds_its_context_at_every_step() -> None:

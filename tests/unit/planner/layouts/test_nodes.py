@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtests.layouts import brute
-from services.planner.layouts.nodes import LayoutNode, placed, supply, without
+from meshrl.services.planner.layouts.nodes import LayoutNode, placed, supply, without
 
 frees = st.lists(st.integers(1, 8), min_size=1, max_size=3)
 degrees = st.lists(st.sampled_from((1, 2, 4, 8)), max_size=6)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from loadtests.layouts import brute
 from loadtests.layouts.cases import DEGREES, QWEN_14B, servers, small
-from services.planner.balance.shapes import rollout_s
-from services.planner.layouts.allocation import NO_TRAINING, allocate
-from services.planner.layouts.grouping import alike
-from services.planner.layouts.serving import Served
+from meshrl.services.planner.balance.shapes import rollout_s
+from meshrl.services.planner.layouts.allocation import NO_TRAINING, allocate
+from meshrl.services.planner.layouts.grouping import alike
+from meshrl.services.planner.layouts.serving import Served
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.hardware.profiles import declared
-from common.state.pool.demand.measured import Curve
 from loadtests.layouts.cases import QWEN_14B, lengths, servers, serves_s
-from services.planner.costs.rollout import EngineGang
-from services.planner.layouts.grouping import alike
-from services.planner.layouts.serving import GangServer, Served
+from meshrl.common.hardware.profiles import declared
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.services.planner.costs.rollout import EngineGang
+from meshrl.services.planner.layouts.grouping import alike
+from meshrl.services.planner.layouts.serving import GangServer, Served
 
 SERVER = GangServer(Curve("A", 1, 1.0, 0.01, 0.001, prefill_tokens_per_s=100.0), 1000.0, slots=4)
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ToolFailed
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from services.rollout.environments import episodes
-from services.rollout.environments.episodes import EpisodeProcess
-from services.rollout.environments.process import EnvironmentHung, EnvironmentLost
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.environments import episodes
+from meshrl.services.rollout.environments.episodes import EpisodeProcess
+from meshrl.services.rollout.environments.process import EnvironmentHung, EnvironmentLost
 from tests.load import scaled
 from tests.meshes import alone
 
@@ -29,7 +29,7 @@ PROGRAM = """\
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import msgpack
-from common.mesh.process.entry.child import ChildChannel
+from meshrl.common.mesh.process.entry.child import ChildChannel
 
 channel, kept = ChildChannel.from_env(), []
 while (block := channel.recv()) is not None:

@@ -13,18 +13,18 @@ from typing import Any
 import psutil
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ToolFailed
-from common.base.host.settings import REDIS_ENV, SECRET_BYTES, SETTINGS_ENV, MeshSettings
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import EnvironmentConfig, JobConfig, RolloutConfig
-from common.mesh.process.host import SystemHost
-from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import directory_of
-from services.environment.environments import made, parser
-from services.rollout.environments.pool import EnvironmentPool, command
-from services.rollout.trajectories.failures import TrajectoryFailed
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.base.host.settings import REDIS_ENV, SECRET_BYTES, SETTINGS_ENV, MeshSettings
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import EnvironmentConfig, JobConfig, RolloutConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.environment.environments import made, parser
+from meshrl.services.rollout.environments.pool import EnvironmentPool, command
+from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
 from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.common.model.templates.formats import FORMATS

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import EnvironmentConfig, JobConfig
-from common.mesh.process.host import SystemHost
-from common.model.tokens.tokenizer import Tokenizer
-from services.rollout.environments.pool import EnvironmentPool
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import EnvironmentConfig, JobConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.services.rollout.environments.pool import EnvironmentPool
 from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.rollout.environments.test_pool import reports_a_stopped_process

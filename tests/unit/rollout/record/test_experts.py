@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.engine import Finish, Tokens
-from common.api.weights import Group
-from common.base.encoding import blob, messages
-from common.base.errors import BadMessage
-from common.base.experts import NO_EXPERTS, UNKNOWN, laid_out
-from common.generation.contract import Flush
-from common.records.ledger import Kind, Ledger, read
-from common.records.token_record import TokenRows
-from services.engine.stepping.shards import cut
-from services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
-from services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.common.api.engine import Finish, Tokens
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding import blob, messages
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN, laid_out
+from meshrl.common.generation.contract import Flush
+from meshrl.common.records.ledger import Kind, Ledger, read
+from meshrl.common.records.token_record import TokenRows
+from meshrl.services.engine.stepping.shards import cut
+from meshrl.services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
+from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
 from tests.stories import story_on
 from tests.unit.common.records.test_ledger import HOST
 from tests.unit.rollout.record.test_group_commit import PROMPT, Bench, on_bench

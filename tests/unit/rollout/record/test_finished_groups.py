@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from common.api.weights import Group
-from common.base.encoding.blob import pack, unpack
-from services.rollout.record.finished_groups import finished_group
-from services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding.blob import pack, unpack
+from meshrl.services.rollout.record.finished_groups import finished_group
+from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
 
 
 def ended(member: int, reason: str, reward: float | None) -> Trajectory:

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.api.engine import Finish, Tokens
-from common.base.errors import BadMessage
-from common.base.random import Random
-from common.records.token_record import TokenRows
-from services.rollout.record.group_commit import WINDOW_S, GroupCommit
-from services.rollout.record.staging import OpenRequest
-from services.rollout.trajectories.trajectory import Trajectory
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.api.engine import Finish, Tokens
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.random import Random
+from meshrl.common.records.token_record import TokenRows
+from meshrl.services.rollout.record.group_commit import WINDOW_S, GroupCommit
+from meshrl.services.rollout.record.staging import OpenRequest
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on

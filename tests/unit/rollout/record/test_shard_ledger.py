@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.base.files.damage import EVENT, QUARANTINE
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.mesh.runtime.mesh import Mesh
-from common.records.ledger import HEADER, Kind, frame, read, segments, trajectory_id
-from common.records.token_record import MEMBER_BITS, TokenRows
-from common.state import events, groups, jobs, registry, steps
+from meshrl.common.base.files.damage import EVENT, QUARANTINE
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.ledger import HEADER, Kind, frame, read, segments, trajectory_id
+from meshrl.common.records.token_record import MEMBER_BITS, TokenRows
+from meshrl.common.state import events, groups, jobs, registry, steps
+from meshrl.services.rollout.record.shard_ledger import ShardLedger
+from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.view.recording.audit import without_fate
-from services.rollout.record.shard_ledger import ShardLedger
-from sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from common.base.clock import SystemClock
-from common.base.errors import ToolFailed
-from common.base.random import Random
-from common.job.config import JudgeConfig
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh
-from services.rollout.rewards import judge as judge_server
-from services.rollout.rewards.judge import JudgeFailed, ServerJudge, parsed, question
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import JudgeConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.rollout.rewards import judge as judge_server
+from meshrl.services.rollout.rewards.judge import JudgeFailed, ServerJudge, parsed, question
 from tests.load import scaled
 from tests.meshes import alone
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Damaged
-from common.job.bundle import bundle_files
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from services.rollout.rewards.sandboxes import load_request
+from meshrl.common.base.errors import Damaged
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.services.rollout.rewards.sandboxes import load_request
 
 
 def test_code_that_was_changed_since_it_was_packed_is_not_imported_again(tmp_path: Path) -> None:

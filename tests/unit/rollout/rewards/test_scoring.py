@@ -10,21 +10,27 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pytest
 
-from common.api.calls.role import Settle
-from common.base.random import Random
-from common.generation.builtin.build import TorchEngine
-from common.job.bundle.job_data import JobData
-from common.job.config import FrozenModelConfig, JobConfig, JudgeConfig, ModelsConfig, RewardConfig
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams
-from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
-from services.rollout.rewards import scoring
-from services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
-from services.rollout.trajectories.trajectory import Trajectory
-from services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels, quoted
-from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.base.random import Random
+from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import (
+    FrozenModelConfig,
+    JobConfig,
+    JudgeConfig,
+    ModelsConfig,
+    RewardConfig,
+)
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.services.rollout.rewards import scoring
+from meshrl.services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels, quoted
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.routing.balance import Rebalance, TotalLoad, balance
+from meshrl.services.rollout.routing.balance import Rebalance, TotalLoad, balance
 
 engines = st.lists(
     st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 6), st.integers(0, 8)),

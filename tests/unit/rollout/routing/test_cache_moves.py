@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.stats import EngineStats
-from services.rollout.routing.cache_moves import (
+from meshrl.common.api.stats import EngineStats
+from meshrl.services.rollout.routing.cache_moves import (
     AGAIN,
     ENOUGH,
     REMEMBERED,

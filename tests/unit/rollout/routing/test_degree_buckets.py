@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.degree_buckets import LEAST_PAST, MeasuredEngine, buckets_of
-from services.rollout.routing.lengths import LengthTrees, Past
-from services.rollout.routing.queues import LengthBucket, assign
+from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing.degree_buckets import LEAST_PAST, MeasuredEngine, buckets_of
+from meshrl.services.rollout.routing.lengths import LengthTrees, Past
+from meshrl.services.rollout.routing.queues import LengthBucket, assign
 
 LONGEST, BATCH = 4096, 16
 

@@ -8,8 +8,8 @@ import asyncio
 
 import pytest
 
-from services.rollout.routing.engine_link import TURN_S
-from services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.rollout.routing.engine_link import TURN_S
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
 from tests.unit.rollout.routing.test_router import LOOK_S, Bench, on_bench
 
 NEW = 300

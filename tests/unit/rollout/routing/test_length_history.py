@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from common.base.files.lines import line
-from common.mesh.process.host import SystemHost
-from services.rollout.routing.length_history import NAME, LengthHistory
-from services.rollout.routing.lengths import Past
+from meshrl.common.base.files.lines import line
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.routing.length_history import NAME, LengthHistory
+from meshrl.services.rollout.routing.lengths import Past
 
 STATE = ("run", "small", "failure")
 

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.routing.lengths import MIN_VISITS, SAMPLES, LengthTrees, Past, tool_return_of
+from meshrl.services.rollout.routing.lengths import (
+    MIN_VISITS,
+    SAMPLES,
+    LengthTrees,
+    Past,
+    tool_return_of,
+)
 
 tools = st.sampled_from(
     [("search", "small", "success"), ("search", "large", "success"), ("run", "small", "failure")]

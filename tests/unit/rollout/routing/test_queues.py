@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.routing.lengths import Estimate
-from services.rollout.routing.queues import (
+from meshrl.services.rollout.routing.lengths import Estimate
+from meshrl.services.rollout.routing.queues import (
     EngineLoad,
     LengthBucket,
     QueuedRequest,

@@ -8,27 +8,27 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from common.api.engine import Finish, Sampling
-from common.api.stats import EngineStats
-from common.base.errors import ToolFailed
-from common.base.random import Random
-from common.generation.contract import TokenEngine
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams
-from common.records.token_record import TokenRows
-from services.engine.service import EngineService
-from services.rollout.record.group_commit import GroupCommit
-from services.rollout.routing.cmlfq import Scheduler
-from services.rollout.routing.engine_link import SeenEngine
-from services.rollout.routing.lengths import LengthTrees, Past
-from services.rollout.routing.queues import LengthBucket
-from services.rollout.routing.router import Router
-from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
-from services.rollout.trajectories.trajectory import Trajectory, Turn
-from sim.engines.simulated import SimulatedEngine
-from sim.loop import VirtualClock, run_virtual
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.api.engine import Finish, Sampling
+from meshrl.common.api.stats import EngineStats
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.base.random import Random
+from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.records.token_record import TokenRows
+from meshrl.services.engine.service import EngineService
+from meshrl.services.rollout.record.group_commit import GroupCommit
+from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing.engine_link import SeenEngine
+from meshrl.services.rollout.routing.lengths import LengthTrees, Past
+from meshrl.services.rollout.routing.queues import LengthBucket
+from meshrl.services.rollout.routing.router import Router
+from meshrl.services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
+from meshrl.services.rollout.trajectories.trajectory import Trajectory, Turn
+from meshrl.sim.engines.simulated import SimulatedEngine
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in

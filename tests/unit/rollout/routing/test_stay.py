@@ -9,14 +9,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from common.api.engine import Finish
-from common.base.errors import ToolFailed
-from common.base.job_clock import JobClock
-from common.base.occupancy import Occupancy
-from common.base.random import Random
-from services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
-from services.rollout.trajectories.trajectory import Trajectory
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.api.engine import Finish
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.base.job_clock import JobClock
+from meshrl.common.base.occupancy import Occupancy
+from meshrl.common.base.random import Random
+from meshrl.services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.unit.rollout.routing.test_router import LOOK_S, SLOTS, Bench
 
 LIMIT = 1000

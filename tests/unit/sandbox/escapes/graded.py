@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from services.sandbox.grading.code.grading import Grading
-from services.sandbox.grading.code.real_pytest import Suites
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.grading.code.real_pytest import Suites
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 from tests.unit.sandbox.escapes import forging
 

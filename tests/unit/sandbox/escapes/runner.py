@@ -20,19 +20,19 @@ from typing import Any
 
 import psutil
 
-from common.api.sandbox import JailSettings
-from common.base.clock import SystemClock
-from common.base.errors import DeadlineExceeded, MeshError
-from common.job.isolation.runners import RUNSC
-from common.mesh.process.host import SystemHost
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Jail
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.sessions import Sessions
+from meshrl.common.api.sandbox import JailSettings
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.job.isolation.runners import RUNSC
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Jail
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
 from tests.unit.sandbox.escapes import program
 from tests.unit.sandbox.escapes.corpus import FAMILIES, POISONS, is_open

@@ -7,13 +7,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from common.base.clock import SystemClock
-from services.sandbox.grading.code.grading import Grading
-from services.sandbox.grading.code.real_pytest import Suites
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.outcomes import Answer
+from meshrl.common.base.clock import SystemClock
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.grading.code.real_pytest import Suites
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.outcomes import Answer
 from tests.load import scaled
 
 

@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
-from common.grading.cases import DEPTH, DIGITS, BadTests, CalledTests, PrintedTests, names, read
-from common.grading.support import Unsupported
-from services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.common.grading.cases import (
+    DEPTH,
+    DIGITS,
+    BadTests,
+    CalledTests,
+    PrintedTests,
+    names,
+    read,
+)
+from meshrl.common.grading.support import Unsupported
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from tests.unit.sandbox.grading.graded import Judge
 
 RETURNS: dict[str, tuple[Any, str, float]] = {  # (what is wanted, the body of f, score)

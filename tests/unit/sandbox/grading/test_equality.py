@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.sandbox.grading.code.equality import Tolerance, same, same_text
-from services.sandbox.jail.wire import plain
+from meshrl.services.sandbox.grading.code.equality import Tolerance, same, same_text
+from meshrl.services.sandbox.jail.wire import plain
 
 NUMBERS = st.floats(allow_nan=False) | st.integers()
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.grading.answers import answer_of, spoken
-from services.sandbox.grading.calculator import calculator
-from services.sandbox.grading.texts import choice, exact, regex
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.jobs import summed
-from services.sandbox.outcomes import Answer
+from meshrl.common.grading.answers import answer_of, spoken
+from meshrl.services.sandbox.grading.calculator import calculator
+from meshrl.services.sandbox.grading.texts import choice, exact, regex
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.jobs import summed
+from meshrl.services.sandbox.outcomes import Answer
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import graded, said
 

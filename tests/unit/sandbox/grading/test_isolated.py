@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.grading.support import Unsupported
-from services.sandbox.grading.code import isolated
-from services.sandbox.grading.code.attempt import Attempt
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.grading.support import Unsupported
+from meshrl.services.sandbox.grading.code import isolated
+from meshrl.services.sandbox.grading.code.attempt import Attempt
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import rows
 

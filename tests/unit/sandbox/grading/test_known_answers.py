@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.grading.answers import spoken
-from services.sandbox.grading.code.equality import Tolerance, same
-from services.sandbox.grading.code.grading import Grading
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.grading.answers import spoken
+from meshrl.services.sandbox.grading.code.equality import Tolerance, same
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 
 KNOWN = Path(__file__).parents[3] / "known"
@@ -36,7 +36,7 @@ CODING = rows("coding.jsonl")
 @pytest.mark.group("maths")  # sympy is imported by one worker
 @pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
 def test_maths_pairs_are_graded_right(family: str) -> None:
-    from services.sandbox.grading.mathematics.maths import equal
+    from meshrl.services.sandbox.grading.mathematics.maths import equal
 
     pairs = [row for row in MATHS if row["family"] == family]
     assert len(pairs) >= 15
@@ -70,7 +70,7 @@ def test_maths_pairs_are_graded_right(family: str) -> None:
     ],
 )
 def test_golds_and_answers_as_people_write_them(gold: str, answer: str, right: bool) -> None:
-    from services.sandbox.grading.mathematics.maths import equal
+    from meshrl.services.sandbox.grading.mathematics.maths import equal
 
     said = spoken(answer)
     assert (said is not None and equal(gold, said)) is right
@@ -97,7 +97,7 @@ ENDLESS = [
 # A process for each, as an answer may end it; they share the imports.
 TELLS = """
 import json, os, sys
-from services.sandbox.grading.mathematics import maths
+from meshrl.services.sandbox.grading.mathematics import maths
 maths.CPU_S = 0.5
 for answer in json.load(sys.stdin):
     if os.fork() == 0:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from services.sandbox.grading.code.attempt import STARVED_RETRIES, Attempt
-from services.sandbox.grading.code.grading import Grading
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran
-from services.sandbox.isolation.resources.limits import JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.common.base.clock import SystemClock
+from meshrl.services.sandbox.grading.code.attempt import STARVED_RETRIES, Attempt
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 
 CASE_S, LAG_S = 0.2, 0.6
 CALLS = {"function": "f", "cases": [{"args": [1], "output": 2}, {"args": [2], "output": 3}]}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.sandbox.grading.code.programs import prelude_of
-from services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.grading.code.programs import prelude_of
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from tests.unit.sandbox.grading.graded import Judge
 
 LINES = {  # a program, and the names of its prelude in their order

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from tests.unit.sandbox.grading.graded import Judge, rows
 
 pytestmark = pytest.mark.needs("bwrap")

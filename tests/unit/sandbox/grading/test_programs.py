@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.grading.answers import spoken
-from services.sandbox.grading.code.programs import prefixed, program_of
+from meshrl.common.grading.answers import spoken
+from meshrl.services.sandbox.grading.code.programs import prefixed, program_of
 
 ROWS = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
 READS, F, FENCED = (ROWS["blocks"][name] for name in ("READS", "F", "FENCED"))

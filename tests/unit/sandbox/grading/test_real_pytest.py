@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.sandbox.grading.code.real_pytest import Suites
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.grading.code.real_pytest import Suites
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.outcomes import Answer
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import graded as grade
 from tests.unit.sandbox.grading.graded import rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.sandbox.grading.texts import choice
+from meshrl.services.sandbox.grading.texts import choice
 
 TABLES = Path(__file__).parent / "texts"
 LEAST_ROWS = 150
@@ -43,7 +43,7 @@ def test_choice_takes_right_letters_in_all_formats_and_no_others() -> None:
 
 @pytest.mark.group("maths")  # sympy is imported by one worker
 def test_math_takes_right_answers_in_all_formats_and_no_number_anywhere() -> None:
-    from services.sandbox.grading.mathematics import maths
+    from meshrl.services.sandbox.grading.mathematics import maths
 
     check("math.jsonl", maths.reward)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.sandbox.isolation import tiers
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.cgroups import Cgroup, Homes
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.jail.metering.usage import Grouped
+from meshrl.services.sandbox.isolation import tiers
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.cgroups import Cgroup, Homes
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.jail.metering.usage import Grouped
 from tests.unit.sandbox.launching import launching
 
 # The files that a kernel puts into a new group.

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from common.api.sandbox import JailSettings
-from common.base.clock import SystemClock
-from services.sandbox.grading.code.grading import Grading
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Ran
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.isolation.runners import leftovers
-from services.sandbox.sessions import Sessions
+from meshrl.common.api.sandbox import JailSettings
+from meshrl.common.base.clock import SystemClock
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Ran
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.isolation.runners import leftovers
+from meshrl.services.sandbox.sessions import Sessions
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
 from tests.unit.sandbox.launching import launching

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from common.api.sandbox import JailSettings
-from common.base.errors import ConfigError
-from common.job.config import SandboxConfig
-from common.job.isolation import containment, images
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import interpreter_of
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.common.api.sandbox import JailSettings
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import SandboxConfig
+from meshrl.common.job.isolation import containment, images
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from tests.unit.sandbox.image import image
 from tests.unit.sandbox.launching import launching
 

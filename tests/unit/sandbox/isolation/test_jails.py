@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import BadMessage
-from common.mesh.process.handle import start_time
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.calls.waits import WaitTable
-from services.sandbox.grading.code.grading import Grading
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import JailFailed, Ran
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.isolation.resources.slots import JailSlots
-from services.sandbox.outcomes import Ends
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import JailFailed, Ran
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.outcomes import Ends
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
 from tests.unit.sandbox.launching import launching

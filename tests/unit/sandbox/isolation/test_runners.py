@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import JailFailed
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.isolation.runners import leftovers
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import JailFailed
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.runners import leftovers
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran
 from tests.unit.sandbox.launching import launching
@@ -83,10 +83,10 @@ SANDBOX = r"""
 import asyncio, sys
 from pathlib import Path
 from tests.unit.sandbox.isolation.test_contract import LIMITS, Kind
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
 
 async def main():
     interpreter = Kind("runner", (sys.argv[1],)).interpreter()

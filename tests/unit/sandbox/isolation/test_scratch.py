@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from services.sandbox.isolation.resources import places
+from meshrl.services.sandbox.isolation.resources import places
 from tests.unit.sandbox.beside import PLAIN, printed
 
 LEFT = """
 import os, sys
-from services.sandbox.isolation.resources import places
+from meshrl.services.sandbox.isolation.resources import places
 place, outside = places.make_scratch(0), places.make_scratch(0)
 os.chdir(place)
 os.makedirs("closed/within/more")

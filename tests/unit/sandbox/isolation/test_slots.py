@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import Overloaded
-from services.sandbox.isolation.resources import slots as module
-from services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Overloaded
+from meshrl.services.sandbox.isolation.resources import slots as module
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.job.config import SandboxConfig
-from common.job.isolation import containment, isolation
-from common.mesh.process.host import SystemHost
-from services.sandbox.isolation import tiers
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources import cgroups
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.job.config import SandboxConfig
+from meshrl.common.job.isolation import containment, isolation
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.sandbox.isolation import tiers
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN
 from tests.unit.sandbox.launching import launching

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources import users
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources import users
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.unit.sandbox.beside import STILL_ROOT, printed
 from tests.unit.sandbox.launching import launching
 

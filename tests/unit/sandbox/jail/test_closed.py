@@ -9,11 +9,11 @@ import platform
 
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Ran
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.jail.confinement import calls
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Ran
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.jail.confinement import calls
 from tests.unit.sandbox.beside import PLAIN, printed
 from tests.unit.sandbox.launching import launching
 

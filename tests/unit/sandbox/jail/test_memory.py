@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.unit.sandbox.beside import PLAIN, printed
 from tests.unit.sandbox.launching import launching
 

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 
-from services.sandbox.jail.wire import mux
+from meshrl.services.sandbox.jail.wire import mux
 
 PATIENCE_S = 0.2
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 
 pytestmark = pytest.mark.needs("bwrap")
 LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0, memory_bytes=256 * MIB, output_bytes=8192)

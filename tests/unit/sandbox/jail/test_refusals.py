@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from services.sandbox.isolation.jail_launcher import JailLauncher
-from services.sandbox.isolation.jails.jail import Ran
-from services.sandbox.isolation.jails.program import Program
-from services.sandbox.isolation.resources.limits import MIB, JailLimits
-from services.sandbox.jail.confinement import allowed
-from services.sandbox.jail.metering import refusals
-from services.sandbox.jobs import told
-from services.sandbox.sessions import Sessions
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Ran
+from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
+from meshrl.services.sandbox.jail.confinement import allowed
+from meshrl.services.sandbox.jail.metering import refusals
+from meshrl.services.sandbox.jobs import told
+from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
 
 pytestmark = pytest.mark.needs("bwrap")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.sandbox.jail.confinement import allowed, calls, seccomp
-from services.sandbox.jail.confinement.allowed import CallPolicy
+from meshrl.services.sandbox.jail.confinement import allowed, calls, seccomp
+from meshrl.services.sandbox.jail.confinement.allowed import CallPolicy
 from tests.unit.sandbox.beside import printed
 
 MACHINES = calls.ARCHITECTURES
@@ -169,7 +169,7 @@ def test_a_machine_without_a_list_is_named() -> None:
 
 PROBE = """
 import ctypes, json, sys
-from services.sandbox.jail.confinement import allowed, kernel, seccomp
+from meshrl.services.sandbox.jail.confinement import allowed, kernel, seccomp
 asked = json.loads(sys.argv[1])
 libc = ctypes.CDLL(None, use_errno=True)
 kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)

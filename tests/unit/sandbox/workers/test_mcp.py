@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ToolFailed
-from common.environment import mcp_client
-from common.mesh.process.host import SystemHost
-from services.environment.environments import offered
-from services.environment.tools import BadCall
-from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
-from services.sandbox.workers.pool import WorkerPool
-from services.sandbox.workers.worker import TOOL
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.environment import mcp_client
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.environment.environments import offered
+from meshrl.services.environment.tools import BadCall
+from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from meshrl.services.sandbox.workers.pool import WorkerPool
+from meshrl.services.sandbox.workers.worker import TOOL
 from tests.load import scaled
 
 SERVER = Path(__file__).parents[1] / "servers" / "weather.py"

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ToolFailed
-from common.job.bundle.authored import place_in
-from common.mesh.process.entry.child import FRAME_LIMIT
-from common.mesh.process.handle import start_time
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.calls.waits import WaitTable
-from services.sandbox.jail.confinement import landlock
-from services.sandbox.outcomes import Answer
-from services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
-from services.sandbox.workers.pool import WorkerPool
-from services.sandbox.workers.worker import REWARD, TOOL
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.job.bundle.authored import place_in
+from meshrl.common.mesh.process.entry.child import FRAME_LIMIT
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.services.sandbox.jail.confinement import landlock
+from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from meshrl.services.sandbox.workers.pool import WorkerPool
+from meshrl.services.sandbox.workers.worker import REWARD, TOOL
 from tests.load import scaled
 
 BEHAVIOURS = """

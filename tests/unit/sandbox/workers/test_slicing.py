@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.mesh.process.handle import Usage
-from services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
+from meshrl.common.mesh.process.handle import Usage
+from meshrl.services.sandbox.workers.slicing import Durations, charged_s, grows, slice_size
 
 
 @given(st.integers(1, 10_000), st.floats(0, 100))

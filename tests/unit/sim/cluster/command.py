@@ -1,4 +1,4 @@
-"""The command `python -m sim.cluster`, run in this process."""
+"""The command `python -m meshrl.sim.cluster`, run in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import io
 from dataclasses import dataclass
 
-from sim.cluster.__main__ import main
+from meshrl.sim.cluster.__main__ import main
 
 
 @dataclass

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import ConfigError
-from sim.cluster.building import cluster_of
-from sim.cluster.figures import Figures, compared, table
-from sim.cluster.model.cluster import Cluster
-from sim.cluster.running import run
-from sim.cluster.sources.scenario import Arm, apply, choices, read
+from meshrl.common.base.errors import ConfigError
+from meshrl.sim.cluster.building import cluster_of
+from meshrl.sim.cluster.figures import Figures, compared, table
+from meshrl.sim.cluster.model.cluster import Cluster
+from meshrl.sim.cluster.running import run
+from meshrl.sim.cluster.sources.scenario import Arm, apply, choices, read
 from tests.unit.sim.cluster.command import ran
 
 MODEL = """

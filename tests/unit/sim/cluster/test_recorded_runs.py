@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import NotFound
-from common.base.random import Random
-from sim.cluster.sources.recorded import TRACE, recorded, written
-from sim.cluster.sources.scenario import read
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.random import Random
+from meshrl.sim.cluster.sources.recorded import TRACE, recorded, written
+from meshrl.sim.cluster.sources.scenario import read
 from tests.unit.sim.cluster.command import ran
 
 BASE_S, EACH_S, TOOL_S, STEP_S = 0.01, 0.002, 0.5, 20.0

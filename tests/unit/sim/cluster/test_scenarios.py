@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
-from sim.cluster.__main__ import SCENARIOS
-from sim.cluster.building import cluster_of
-from sim.cluster.sources.scenario import Arm, Scenario, apply, read
+from meshrl.common.base.errors import ConfigError
+from meshrl.sim.cluster.__main__ import SCENARIOS
+from meshrl.sim.cluster.building import cluster_of
+from meshrl.sim.cluster.sources.scenario import Arm, Scenario, apply, read
 from tests.load import scaled
 from tests.unit.sim.cluster.command import ran
 

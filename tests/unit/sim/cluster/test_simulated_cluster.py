@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from common.state.pool.demand.needs import Need
-from common.state.pool.placing.decisions import Form
 from loadtests.simulator.paced import spec_of
-from services.planner.decide import decide
-from sim.cluster.model.cluster import Cluster, SimFailure, SimHosts
-from sim.cluster.model.job import JobSpec
-from sim.drift import Drift
-from sim.mesh.job.workload import PacedWorkload
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.placing.decisions import Form
+from meshrl.services.planner.decide import decide
+from meshrl.sim.cluster.model.cluster import Cluster, SimFailure, SimHosts
+from meshrl.sim.cluster.model.job import JobSpec
+from meshrl.sim.drift import Drift
+from meshrl.sim.mesh.job.workload import PacedWorkload
 
 TRAINED = PacedWorkload(
     workers=4, steps=16, median=Drift(20.0, 20.0), decode="100/8/4000", training="60/50"
@@ -92,7 +92,7 @@ def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> Non
         formed.extend(one.gang for one in decisions if isinstance(one, Form))
         return decisions, then
 
-    monkeypatch.setattr("sim.cluster.model.cluster.decide", watched)
+    monkeypatch.setattr("meshrl.sim.cluster.model.cluster.decide", watched)
     ran(spec_of(TRAINED, 1))
     assert formed[:4] == ["g0", "g1", "g2", "g3"] and len(formed) == len(set(formed))
 

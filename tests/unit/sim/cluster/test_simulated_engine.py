@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.state.pool.demand.measured import Curve
-from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.engine import SimEngine, SimRequest
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.sim.cluster.model.engine import SimEngine, SimRequest
 
 
 @dataclass(frozen=True)

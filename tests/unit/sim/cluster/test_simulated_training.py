@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.cluster.model.agenda import Agenda
-from sim.cluster.model.training import SimTraining
+from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.sim.cluster.model.training import SimTraining
 
 
 class Costs:

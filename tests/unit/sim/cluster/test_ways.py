@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from common.hardware.profiles import declared
 from loadtests.layouts.cases import QWEN_14B
-from services.planner.costs.training import TrainingLayout, TrainingWork, step_s
-from services.planner.layouts.nodes import LayoutNode
-from sim.cluster.ways import Trainable, TrainingWays
+from meshrl.common.hardware.profiles import declared
+from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork, step_s
+from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.sim.cluster.ways import Trainable, TrainingWays
 
 WORK = TrainingWork(64, 64 * 2000.0, 64 * 2000.0**2)
 NODES = [LayoutNode("A800", f"host{n}", 8) for n in range(4)] + [LayoutNode("H100", "host4", 8)]

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.base.errors import ConfigError
-from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
-from common.job.constraints import AlgorithmName
-from services.trainer.algorithms import ALGORITHMS, algorithm
-from services.trainer.arithmetic.aggregation import denominator, token_weight
-from services.trainer.bins.packing import Sequence
-from services.trainer.losses.kl import sampled
-from services.trainer.losses.returns import discounted, gae
-from services.trainer.losses.shaping import overlong
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.services.trainer.algorithms import ALGORITHMS, algorithm
+from meshrl.services.trainer.arithmetic.aggregation import denominator, token_weight
+from meshrl.services.trainer.bins.packing import Sequence
+from meshrl.services.trainer.losses.kl import sampled
+from meshrl.services.trainer.losses.returns import discounted, gae
+from meshrl.services.trainer.losses.shaping import overlong
 
 COMPARED = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")  # within a group
 rewards_of_a_group = st.lists(st.floats(-10, 10), min_size=2, max_size=20)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.base.errors import ConfigError
-from common.job.config import AlgorithmConfig, JobConfig
-from common.job.constraints import AlgorithmName
-from services.trainer.algorithms import ALGORITHMS, algorithm, passes, refills
-from services.trainer.arithmetic.objective import objective
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import AlgorithmConfig, JobConfig
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.services.trainer.algorithms import ALGORITHMS, algorithm, passes, refills
+from meshrl.services.trainer.arithmetic.objective import objective
 from tests.unit.trainer.losses import published_formulas as plain
 
 # Algorithm, its keys, the plain loss, and how far the other policies are from the one trained.

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from common.base.errors import Refused
-from services.trainer.arithmetic.gradient_sum import GradientSum
+from meshrl.common.base.errors import Refused
+from meshrl.services.trainer.arithmetic.gradient_sum import GradientSum
 
 
 def gradients(count: int) -> list[torch.Tensor]:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.base.errors import MeshError
-from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.bins.packing import Sequence, make_bins
+from meshrl.common.base.errors import MeshError
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.arithmetic.learner import Learner, add
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.bins.packing import Sequence, make_bins
 from tests.attention import causal_attention
 from tests.unit.trainer.handing_over import handed_over
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.model.network.lora import is_adapter
-from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.bins.packing import Bin, make_bins
+from meshrl.common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.lora import is_adapter
+from meshrl.services.trainer.arithmetic.learner import Learner, add
+from meshrl.services.trainer.bins.packing import Bin, make_bins
 from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences
 from tests.unit.trainer.handing_over import handed_over
 

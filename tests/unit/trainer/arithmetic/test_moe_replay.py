@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.api.weights import Group
-from common.base.encoding import blob
-from common.base.experts import laid_out
-from common.model.network.decoder import Decoder, SparseLayer
-from services.rollout.trajectories.trajectory import Trajectory
-from services.trainer.bins.packing import Bin, make_bins
-from services.trainer.models.forward import forward
-from services.trainer.steps.batch import members_of
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding import blob
+from meshrl.common.base.experts import laid_out
+from meshrl.common.model.network.decoder import Decoder, SparseLayer
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.trainer.bins.packing import Bin, make_bins
+from meshrl.services.trainer.models.forward import forward
+from meshrl.services.trainer.steps.batch import members_of
 from tests.unit.common.generation.engines_under_test import (
     VOCAB,
     Listener,

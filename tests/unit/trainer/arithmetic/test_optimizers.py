@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from common.job.config import OptimizerConfig
-from services.trainer.arithmetic import optimizers
-from services.trainer.arithmetic.optimizers import Optimizer, lr_factor, orthogonal
+from meshrl.common.job.config import OptimizerConfig
+from meshrl.services.trainer.arithmetic import optimizers
+from meshrl.services.trainer.arithmetic.optimizers import Optimizer, lr_factor, orthogonal
 
 CONFIG = OptimizerConfig(muon_lr=0.02, adamw_lr=0.003, weight_decay=0.1)
 

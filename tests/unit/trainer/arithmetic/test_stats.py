@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from common.job.constraints import AlgorithmName
-from services.trainer.arithmetic.objective import objective
-from services.trainer.arithmetic.stats import BinStats, describe, describe_values, update_metrics
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.services.trainer.arithmetic.objective import objective
+from meshrl.services.trainer.arithmetic.stats import (
+    BinStats,
+    describe,
+    describe_values,
+    update_metrics,
+)
 from tests.unit.trainer.losses import published_formulas as plain
 
 EVERY = torch.ones(0, dtype=torch.bool)  # stands for all tokens

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.base.errors import BadMessage
-from services.trainer.bins.packing import Bin, Sequence, fresh, make_bins
+from meshrl.common.base.errors import BadMessage
+from meshrl.services.trainer.bins.packing import Bin, Sequence, fresh, make_bins
 
 
 def sequence(length: int, seed: int = 0, version: int = 0) -> Sequence:

@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.base.clock import SystemClock
-from common.base.errors import BadMessage, NotFound, PeerLost
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.weights.bulk.port import BulkClient
-from services.trainer.compute.gradient_transfer import PIECE_BYTES, Outbox, collect, hybrid_name
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import BadMessage, NotFound, PeerLost
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.services.trainer.compute.gradient_transfer import (
+    PIECE_BYTES,
+    Outbox,
+    collect,
+    hybrid_name,
+)
+from meshrl.sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 GANG = "g1"

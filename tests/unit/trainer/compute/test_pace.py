@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from common.base.clock import Clock
-from common.base.errors import ConfigError
-from common.base.random import Random
-from common.job.pace import TRAINING_PROFILES, TrainingPace, training_profile
-from services.trainer.compute.padding import Padding
-from services.trainer.compute.piece_runner import PieceRunner
-from services.trainer.gang.compute import Compute
-from services.trainer.ranks.rank import Rank
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.random import Random
+from meshrl.common.job.pace import TRAINING_PROFILES, TrainingPace, training_profile
+from meshrl.services.trainer.compute.padding import Padding
+from meshrl.services.trainer.compute.piece_runner import PieceRunner
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.job.changing import as_it_was, in_force
-from common.job.config import BudgetConfig, OptimizerConfig
-from services.trainer.arithmetic.learner import Learner
+from meshrl.common.job.changing import as_it_was, in_force
+from meshrl.common.job.config import BudgetConfig, OptimizerConfig
+from meshrl.services.trainer.arithmetic.learner import Learner
 from tests.unit.trainer.steps.groups_under_test import job
 from tests.unit.trainer.steps.test_step import as_they_come, groups, learner, step
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from common.api.weights import Group
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import ModelConfigSection
-from common.mesh.process.host import SystemHost
-from common.state.pool.workers.seat import Seat
-from services.trainer.core.core import TrainerCore
-from services.trainer.gang.compute import Compute
-from services.trainer.initial.beginning import fresh_learner
-from services.trainer.ranks.rank import Rank
+from meshrl.common.api.weights import Group
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import ModelConfigSection
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.initial.beginning import fresh_learner
+from meshrl.services.trainer.ranks.rank import Rank
 from tests.meshes import alone
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import group, job

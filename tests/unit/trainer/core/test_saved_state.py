@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
-from common.base.digest import digest_of_file
-from common.base.errors import Damaged, MeshError
-from common.weights.layout.laying import Part
-from services.trainer.rows.saved import SavedRows, files_for, save_rows
+from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.errors import Damaged, MeshError
+from meshrl.common.weights.layout.laying import Part
+from meshrl.services.trainer.rows.saved import SavedRows, files_for, save_rows
 from tests.unit.trainer.handing_over import load_state, save_state
 
 STATE = {

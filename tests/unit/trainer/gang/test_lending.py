@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from common.api.ranks import LentGradient
-from common.base.clock import SystemClock
-from common.base.errors import NotFound
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.weights.bulk.port import BulkClient
-from services.trainer.compute.gradient_transfer import PIECE_BYTES, collect, read
-from services.trainer.gang.lending import Lending
-from sim.redis.state import simulated_state
+from meshrl.common.api.ranks import LentGradient
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotFound
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.services.trainer.compute.gradient_transfer import PIECE_BYTES, collect, read
+from meshrl.services.trainer.gang.lending import Lending
+from meshrl.sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 JOB = "job"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import Fenced, RankLost, StateUnavailable
-from common.base.random import Random
-from common.state import events, registry
-from common.state.redis.client import State
-from services.trainer.gang.lost_ranks import LOSSES, RankLosses
-from sim.loop import VirtualClock, run_virtual
-from sim.redis.state import simulated_as
+from meshrl.common.base.errors import Fenced, RankLost, StateUnavailable
+from meshrl.common.base.random import Random
+from meshrl.common.state import events, registry
+from meshrl.common.state.redis.client import State
+from meshrl.services.trainer.gang.lost_ranks import LOSSES, RankLosses
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.redis.state import simulated_as
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

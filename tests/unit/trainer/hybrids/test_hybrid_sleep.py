@@ -8,15 +8,15 @@ from typing import cast
 import pytest
 import torch
 
-from common.api.calls.role import Settle
-from common.base.clock import Clock
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.state.pool.workers.seat import Seat
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.hybrids.hybrid import Hybrid
-from services.trainer.initial.beginning import fresh_learner
-from sim.loop import run_virtual
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.hybrids.hybrid import Hybrid
+from meshrl.services.trainer.initial.beginning import fresh_learner
+from meshrl.sim.loop import run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.tokenizers import make_tokenizer

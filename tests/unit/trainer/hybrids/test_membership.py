@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import Fenced
-from services.trainer.hybrids.membership import HybridMembership
+from meshrl.common.base.errors import Fenced
+from meshrl.services.trainer.hybrids.membership import HybridMembership
 
 
 def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:

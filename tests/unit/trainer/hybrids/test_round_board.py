@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.hybrids.round_board import AHEAD, RoundBoard
+from meshrl.services.trainer.hybrids.round_board import AHEAD, RoundBoard
 
 
 def board_of(count: int) -> RoundBoard:

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import LoraConfig, ModelConfigSection, WarmStartConfig
-from services.trainer.initial.beginning import demonstrations, first_weights, fresh_learner, outline
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import LoraConfig, ModelConfigSection, WarmStartConfig
+from meshrl.services.trainer.initial.beginning import (
+    demonstrations,
+    first_weights,
+    fresh_learner,
+    outline,
+)
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import job
 

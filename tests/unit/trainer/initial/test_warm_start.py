@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from common.base.errors import ConfigError, Damaged
-from common.base.random import Random
-from common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
-from common.job.constraints import AlgorithmName
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from common.model.tokens.tokenizer import Tokenizer, character_tokenizer
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.bins.packing import Bin, make_bins
-from services.trainer.initial import warm_start as warm
-from services.trainer.models import critic
+from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.bins.packing import Bin, make_bins
+from meshrl.services.trainer.initial import warm_start as warm
+from meshrl.services.trainer.models import critic
 
 MODEL = ModelConfig(
     architecture="llama",

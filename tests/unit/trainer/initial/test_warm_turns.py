@@ -7,14 +7,14 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import cast
 
-from common.api.calls.interface import Interface
-from common.api.node import GangTurn, GiveBack, TakeTurn, Worker
-from common.base.clock import Clock
-from common.base.random import Random
-from common.mesh.residents.turns import Turns
-from common.mesh.runtime.calls.actor import Actor, call
-from services.trainer.core.first_version import SLICE_S
-from sim.loop import VirtualLoop, run_virtual
+from meshrl.common.api.calls.interface import Interface
+from meshrl.common.api.node import GangTurn, GiveBack, TakeTurn, Worker
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.services.trainer.core.first_version import SLICE_S
+from meshrl.sim.loop import VirtualLoop, run_virtual
 from tests.unit.trainer.tiers.bench import Bench
 
 KEEPER = "worker/w7"

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
-from common.job.constraints import AlgorithmName
-from services.trainer.arithmetic.aggregation import aggregation
-from services.trainer.arithmetic.objective import objective
-from services.trainer.losses.terms import LossTerms
+from meshrl.common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.services.trainer.arithmetic.aggregation import aggregation
+from meshrl.services.trainer.arithmetic.objective import objective
+from meshrl.services.trainer.losses.terms import LossTerms
 
 LONGEST = 40  # rollout.max_tokens
 

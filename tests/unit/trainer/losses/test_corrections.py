@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.arithmetic.objective import objective
-from services.trainer.losses import kl
+from meshrl.services.trainer.arithmetic.objective import objective
+from meshrl.services.trainer.losses import kl
 from tests.unit.trainer.losses import published_formulas as plain
 
 ALL = ("decoupled", "tis", "mis")

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.job.config import AlgorithmConfig, JobConfig, OptimizerConfig
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from services.trainer.algorithms import algorithm
-from services.trainer.arithmetic.aggregation import denominator
-from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.stats import update_metrics
-from services.trainer.bins.packing import Bin, Sequence, fill, make_bins, packed
-from services.trainer.losses.terms import LossTerms
-from services.trainer.models import critic
-from services.trainer.models.forward import checkpoint_layers
+from meshrl.common.job.config import AlgorithmConfig, JobConfig, OptimizerConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.algorithms import algorithm
+from meshrl.services.trainer.arithmetic.aggregation import denominator
+from meshrl.services.trainer.arithmetic.learner import Learner, add
+from meshrl.services.trainer.arithmetic.stats import update_metrics
+from meshrl.services.trainer.bins.packing import Bin, Sequence, fill, make_bins, packed
+from meshrl.services.trainer.losses.terms import LossTerms
+from meshrl.services.trainer.models import critic
+from meshrl.services.trainer.models.forward import checkpoint_layers
 from tests.attention import causal_attention
 from tests.unit.trainer.handing_over import handed_over
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from services.trainer.bins.packing import Bin, Sequence, fill
-from services.trainer.models.forward import Outputs, checkpoint_layers, forward, fuse
-from services.trainer.models.precision import WorkingCopy
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.bins.packing import Bin, Sequence, fill
+from meshrl.services.trainer.models.forward import Outputs, checkpoint_layers, forward, fuse
+from meshrl.services.trainer.models.precision import WorkingCopy
 from tests.attention import causal_attention
 
 CONFIG = ModelConfig(

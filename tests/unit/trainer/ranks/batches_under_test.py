@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.bins.packing import Bin, Sequence, make_bins
+from meshrl.common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.bins.packing import Bin, Sequence, make_bins
 
 STEPS = 4
 MODEL_SEED = 7

@@ -23,14 +23,14 @@ import torch._dynamo  # which FSDP imports in each process, for two CPU-seconds
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from common.api.ranks import Meeting
-from common.base.files import kept
-from common.base.files.kept import File
-from common.model.files.source import batches
-from common.weights.ways.meeting import listen, place_of
-from services.trainer.ranks.rank import Rank, filler
-from services.trainer.ranks.saving import write
-from services.trainer.rows.saved import MASTER, SavedRows
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.base.files import kept
+from meshrl.common.base.files.kept import File
+from meshrl.common.model.files.source import batches
+from meshrl.common.weights.ways.meeting import listen, place_of
+from meshrl.services.trainer.ranks.rank import Rank, filler
+from meshrl.services.trainer.ranks.saving import write
+from meshrl.services.trainer.rows.saved import MASTER, SavedRows
 from tests.load import scaled
 from tests.unit.trainer.handing_over import load_state
 from tests.unit.trainer.ranks.batches_under_test import (

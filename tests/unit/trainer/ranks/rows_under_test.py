@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.model.architecture.config import ModelConfig
-from common.model.files.rows import Drawn
-from common.model.network.decoder import Decoder
-from services.trainer.arithmetic.learner import LearnerSettings
-from services.trainer.sharding import expert_parallel, fsdp
-from services.trainer.sharding.fsdp import KEEP_BYTES
-from services.trainer.sharding.learners import GangPlace, ShardedLearner
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.rows import Drawn
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.arithmetic.learner import LearnerSettings
+from meshrl.services.trainer.sharding import expert_parallel, fsdp
+from meshrl.services.trainer.sharding.fsdp import KEEP_BYTES
+from meshrl.services.trainer.sharding.learners import GangPlace, ShardedLearner
 from tests.unit.trainer.ranks.batches_under_test import MODEL_SEED, OPTIMIZER, variant_of
 
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from common.base.errors import RankLost, StorageFull
-from services.trainer.ranks.errand import Errand
+from meshrl.common.base.errors import RankLost, StorageFull
+from meshrl.services.trainer.ranks.errand import Errand
 
 
 class Work:

@@ -17,10 +17,10 @@ from tests.load import scaled
 PROGRAM = """
 import os, signal, socket, sys, time
 from contextlib import suppress
-from common.api.ranks import Meeting
-from common.base.errors import RankLost
-from common.mesh.process import peers
-from services.trainer.ranks.rank import join_group
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.base.errors import RankLost
+from meshrl.common.mesh.process import peers
+from meshrl.services.trainer.ranks.rank import join_group
 
 USER, HERE = 65534, ["127.0.0.1"]
 

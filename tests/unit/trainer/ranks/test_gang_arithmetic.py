@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
-from services.trainer.arithmetic.learner import Learner, add
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.services.trainer.arithmetic.learner import Learner, add
 from tests.load import scaled
 from tests.unit.trainer.ranks.batches_under_test import (
     SHARED,

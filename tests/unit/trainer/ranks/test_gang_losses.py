@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.api.calls.role import Settled
-from common.api.ranks import (
+from meshrl.common.api.calls.role import Settled
+from meshrl.common.api.ranks import (
     LentGradient,
     Meeting,
     Ranks,
@@ -28,8 +28,8 @@ from common.api.ranks import (
     Trouble,
     rank_name,
 )
-from common.base.clock import SystemClock
-from common.base.errors import (
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import (
     BadMessage,
     ConfigError,
     Damaged,
@@ -42,20 +42,20 @@ from common.base.errors import (
     RemoteFailure,
     StorageFull,
 )
-from common.base.files.kept import Content, Resumable
-from common.base.host.settings import MeshSettings
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.weights.layout.laying import How
-from common.weights.ways.meeting import NoPort
-from services.trainer.arithmetic.stats import BinStats
-from services.trainer.compute.gradient_transfer import read
-from services.trainer.gang.compute import Compute
-from services.trainer.gang.group import RankGroup
-from services.trainer.gang.saving import GangSaving, LocalSaving
-from services.trainer.ranks.rank import Rank, join_group, of_the_group
-from services.trainer.sharding.learners import ShardedLearner
-from sim.redis.state import simulated_state
+from meshrl.common.base.files.kept import Content, Resumable
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.layout.laying import How
+from meshrl.common.weights.ways.meeting import NoPort
+from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.services.trainer.compute.gradient_transfer import read
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.gang.group import RankGroup
+from meshrl.services.trainer.gang.saving import GangSaving, LocalSaving
+from meshrl.services.trainer.ranks.rank import Rank, join_group, of_the_group
+from meshrl.services.trainer.sharding.learners import ShardedLearner
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.trainer.ranks.batches_under_test import OPTIMIZER, VARIANTS, bins_of_step

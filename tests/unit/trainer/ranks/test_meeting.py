@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from common.base.host.interfaces import address_of
-from common.base.host.settings import MeshSettings
-from common.weights.ways.meeting import NoPort, listen, place_of, ports_of
-from services.trainer.ranks import interfaces
+from meshrl.common.base.host.interfaces import address_of
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.weights.ways.meeting import NoPort, listen, place_of, ports_of
+from meshrl.services.trainer.ranks import interfaces
 from tests.load import scaled
 
 CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
@@ -23,9 +23,9 @@ CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
 # which the first has waited for the other in vain before, and the second is in a group of its own.
 PROGRAM = """
 import json, os, sys
-from common.api.ranks import Meeting
-from common.base.errors import RankLost
-from services.trainer.ranks.rank import join_group, leave_group
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.base.errors import RankLost
+from meshrl.services.trainer.ranks.rank import join_group, leave_group
 
 MEETS_S = float(sys.argv[3])
 

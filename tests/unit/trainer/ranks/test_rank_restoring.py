@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from common.api.ranks import RestoreRows, Trouble
-from common.api.weights import STORE, Fetch, Weights
-from common.base.errors import Damaged
-from common.base.files.sealed import sealed
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.records.checkpoints import checkpoint_name, digests_below
-from common.weights.layout.laying import Part
-from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.saving import RankRestoring
-from services.trainer.rows.saved import SavedRows, save_rows
+from meshrl.common.api.ranks import RestoreRows, Trouble
+from meshrl.common.api.weights import STORE, Fetch, Weights
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.records.checkpoints import checkpoint_name, digests_below
+from meshrl.common.weights.layout.laying import Part
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.saving import RankRestoring
+from meshrl.services.trainer.rows.saved import SavedRows, save_rows
 from tests.unit.common.base.files.harms import HARMS
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 

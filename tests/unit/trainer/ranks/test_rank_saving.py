@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from common.api.ranks import SaveRows
-from common.base.clock import SystemClock
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.mesh.runtime.mesh import Mesh
-from common.weights.bulk.port import BulkClient
-from common.weights.layout.laying import Part
-from services.trainer.ranks.rank import Rank
-from services.trainer.ranks.saving import RankSaving
-from sim.redis.state import simulated_state
+from meshrl.common.api.ranks import SaveRows
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.laying import Part
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.saving import RankSaving
+from meshrl.sim.redis.state import simulated_state
 from tests.meshes import on_sockets
 
 GENERATION = 1

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from common.api.calls.role import Settle
-from common.api.ranks import LentGradient, Meeting, RankOrder, Rest
-from common.base.errors import Refused
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.mesh.runtime.mesh import MeshSettings
-from common.state.pool.workers.rows import Tier
-from common.state.pool.workers.seat import Seat
-from services.trainer.ranks.actor import RankActor
-from services.trainer.ranks.rank import Rank
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.ranks import LentGradient, Meeting, RankOrder, Rest
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.trainer.ranks.actor import RankActor
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

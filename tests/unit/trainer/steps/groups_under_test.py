@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from common.api.weights import Group
-from common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
-from common.job.constraints import AlgorithmName
+from meshrl.common.api.weights import Group
+from meshrl.common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
+from meshrl.common.job.constraints import AlgorithmName
 
 LONGEST = 40
 

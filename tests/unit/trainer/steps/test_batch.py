@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.weights import Group
-from common.base.errors import BadMessage, ConfigError
-from common.job.config import JobConfig
-from common.job.constraints import AlgorithmName
-from services.trainer.steps.batch import Batch, Refill, staleness, teaches_nothing
+from meshrl.common.api.weights import Group
+from meshrl.common.base.errors import BadMessage, ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.services.trainer.steps.batch import Batch, Refill, staleness, teaches_nothing
 from tests.unit.trainer.steps.groups_under_test import LONGEST, group, job
 
 

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import (
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import (
     BudgetConfig,
     DatasetConfig,
     EvaluationConfig,
     JobConfig,
     RewardConfig,
 )
-from common.state import jobs
-from services.trainer.steps.evaluation_gate import evaluated
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.state import jobs
+from meshrl.services.trainer.steps.evaluation_gate import evaluated
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

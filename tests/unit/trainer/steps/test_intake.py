@@ -11,26 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.api.transfer.bulk import GROUPS
-from common.api.weights import STORE, Group
-from common.base.clock import SystemClock
-from common.base.encoding.blob import pack
-from common.base.random import Random
-from common.job.config import JobConfig
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.state import events, groups, jobs, steps
-from common.state.lifecycle import accounting
-from common.state.redis.client import State
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.weights.store.weight_store import put
-from services.rollout.record.finished_groups import hand_in
-from services.trainer.steps.batch import Refill, staleness
-from services.trainer.steps.intake import Intake
-from services.weights.store import WeightStore
-from sim.loop import VirtualClock, run_virtual
-from sim.redis.state import simulated_state
+from meshrl.common.api.transfer.bulk import GROUPS
+from meshrl.common.api.weights import STORE, Group
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.blob import pack
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state import events, groups, jobs, steps
+from meshrl.common.state.lifecycle import accounting
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.weights.store.weight_store import put
+from meshrl.services.rollout.record.finished_groups import hand_in
+from meshrl.services.trainer.steps.batch import Refill, staleness
+from meshrl.services.trainer.steps.intake import Intake
+from meshrl.services.weights.store import WeightStore
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import alone, on_sockets
 from tests.simulated_host import SimulatedHost

@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from common.api.weights import Group
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.job.config import JobConfig, OptimizerConfig
-from common.job.constraints import AlgorithmName
-from common.mesh.process.host import SystemHost
-from common.model.architecture.config import ModelConfig
-from common.model.network.decoder import Decoder
-from kernels.cost import BinCost, Calibration
-from services.trainer.algorithms import ALGORITHMS
-from services.trainer.arithmetic.aggregation import denominator
-from services.trainer.arithmetic.learner import Learner, add
-from services.trainer.arithmetic.optimizers import lr_factor
-from services.trainer.bins.packing import make_bins
-from services.trainer.gang.compute import Compute
-from services.trainer.hybrids.gradients import Gradients
-from services.trainer.ranks.rank import Rank
-from services.trainer.steps.batch import Batch
-from services.trainer.steps.step import TrainingStep
+from meshrl.common.api.weights import Group
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import JobConfig, OptimizerConfig
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.kernels.cost import BinCost, Calibration
+from meshrl.services.trainer.algorithms import ALGORITHMS
+from meshrl.services.trainer.arithmetic.aggregation import denominator
+from meshrl.services.trainer.arithmetic.learner import Learner, add
+from meshrl.services.trainer.arithmetic.optimizers import lr_factor
+from meshrl.services.trainer.bins.packing import make_bins
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.hybrids.gradients import Gradients
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.steps.batch import Batch
+from meshrl.services.trainer.steps.step import TrainingStep
 from tests.meshes import alone
 from tests.unit.trainer.steps.groups_under_test import group, job
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.steps.step_parts import StepParts
+from meshrl.services.trainer.steps.step_parts import StepParts
 from tests.unit.common.generation.engines_under_test import StandingClock
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from common.base.files.lines import whole
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig, TrackingConfig
-from common.mesh.telemetry.stopwatch import UNTIMED
-from services.trainer.steps.timing import StepTimes
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.files.lines import whole
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, TrackingConfig
+from meshrl.common.mesh.telemetry.stopwatch import UNTIMED
+from meshrl.services.trainer.steps.timing import StepTimes
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

@@ -13,26 +13,26 @@ import torch
 import xxhash
 from torch import Tensor
 
-from common.api.calls.interface import Interface
-from common.api.calls.role import Settle, Settled
-from common.api.node import Worker
-from common.api.weights import Group
-from common.base.clock import Clock
-from common.base.random import Random
-from common.job.bundle.job_data import JobData
-from common.job.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfigSection
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Seams
-from common.state.pool.workers.seat import Seat
-from common.state.redis.client import State
-from services.node.residents.segments import KeepsSegments, Segments
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.core.core import TrainerCore
-from services.trainer.gang.compute import Compute
-from services.trainer.initial.beginning import adapt, fresh_learner
-from services.trainer.ranks.rank import Rank
-from sim.network import MemoryNetwork, MemoryTransport
-from sim.redis.state import simulated_state
+from meshrl.common.api.calls.interface import Interface
+from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.node import Worker
+from meshrl.common.api.weights import Group
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfigSection
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.state.redis.client import State
+from meshrl.services.node.residents.segments import KeepsSegments, Segments
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.initial.beginning import adapt, fresh_learner
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedHost
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import group, job

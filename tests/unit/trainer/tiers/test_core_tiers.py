@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from common.api.calls.role import Settled
-from common.base.clock import Clock
-from common.base.errors import Damaged, MeshError, RankLost, Refused, StorageFull
-from common.base.random import Random
-from common.state.jobs import JobRow
-from services.trainer.core.position import committed_of
-from services.trainer.core.sleeping import COMMIT_S
-from services.trainer.versions.publishing import VersionIdentity
-from sim.loop import run_virtual
+from meshrl.common.api.calls.role import Settled
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import Damaged, MeshError, RankLost, Refused, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.state.jobs import JobRow
+from meshrl.services.trainer.core.position import committed_of
+from meshrl.services.trainer.core.sleeping import COMMIT_S
+from meshrl.services.trainer.versions.publishing import VersionIdentity
+from meshrl.sim.loop import run_virtual
 from tests.unit.trainer.tiers.bench import Bench
 
 STEPS = 2

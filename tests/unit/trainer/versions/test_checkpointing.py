@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.base.errors import Damaged, NotFound
-from services.trainer.versions.publishing import VersionIdentity
+from meshrl.common.base.errors import Damaged, NotFound
+from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.unit.common.base.files.harms import Harm, delete, flip
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.api.trainer import Restaged
-from common.state.pool.workers.seat import Seat
-from common.weights.layout.laying import How, Laid
-from common.weights.receive import Receiver
 from loadtests.weights.whole import staged_whole
-from services.trainer.core.core import TrainerCore
-from services.trainer.gang.compute import Compute
-from services.trainer.gang.saving import GangStaging
-from services.trainer.ranks.rank import Rank
-from services.trainer.versions.publishing import VersionIdentity
+from meshrl.common.api.trainer import Restaged
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.weights.layout.laying import How, Laid
+from meshrl.common.weights.receive import Receiver
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.gang.saving import GangStaging
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 from tests.unit.weights.store_bench import JOB
 

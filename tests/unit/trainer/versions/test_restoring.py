@@ -13,26 +13,26 @@ from typing import Any
 import pytest
 import torch
 
-from common.api.weights import STORE, Fetch, Weights
-from common.base.errors import ConfigError, Damaged
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig, LoraConfig
-from common.model.architecture.config import ModelConfig
-from common.records.checkpoints import STATE
-from common.state import events, steps
-from common.state.pool.demand.planned import PublishedStats, planned
-from common.state.registry import COUNTED
 from loadtests.weights.whole import staged_whole
-from services.trainer.gang.compute import Compute
-from services.trainer.initial.beginning import adapt, fresh_learner
-from services.trainer.ranks.rank import Rank
-from services.trainer.rows.filling import masters_of
-from services.trainer.rows.saved import SavedRows
-from services.trainer.versions.checkpointing import Checkpoints
-from services.trainer.versions.publishing import Publisher, VersionIdentity
-from services.trainer.versions.restoring import Restoring
-from sim.mesh.job.arithmetic import MODEL
-from sim.mesh.job.job import config_of, document_of
+from meshrl.common.api.weights import STORE, Fetch, Weights
+from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, LoraConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.records.checkpoints import STATE
+from meshrl.common.state import events, steps
+from meshrl.common.state.pool.demand.planned import PublishedStats, planned
+from meshrl.common.state.registry import COUNTED
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.initial.beginning import adapt, fresh_learner
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.rows.filling import masters_of
+from meshrl.services.trainer.rows.saved import SavedRows
+from meshrl.services.trainer.versions.checkpointing import Checkpoints
+from meshrl.services.trainer.versions.publishing import Publisher, VersionIdentity
+from meshrl.services.trainer.versions.restoring import Restoring
+from meshrl.sim.mesh.job.arithmetic import MODEL
+from meshrl.sim.mesh.job.job import config_of, document_of
 from tests.unit.common.base.files.harms import HARMS, Harm, delete
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 

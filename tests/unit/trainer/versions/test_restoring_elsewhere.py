@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from common.job.config import LoraConfig
-from common.records.checkpoints import STATE, all_checkpoints, manifest_of, verified
-from sim.mesh.job.job import config_of
+from meshrl.common.job.config import LoraConfig
+from meshrl.common.records.checkpoints import STATE, all_checkpoints, manifest_of, verified
+from meshrl.sim.mesh.job.job import config_of
 from tests.unit.common.base.files.harms import HARMS
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.job.config import AlgorithmConfig, OptimizerConfig
-from common.model.architecture.config import ModelConfig
-from common.model.files.rows import Drawn, begin
-from common.model.network.decoder import Decoder
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.bins.division import ZebraDivision
-from services.trainer.bins.packing import Bin, make_bins
-from services.trainer.models.forward import checkpoint_layers
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.rows import Drawn, begin
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.bins.division import ZebraDivision
+from meshrl.services.trainer.bins.packing import Bin, make_bins
+from meshrl.services.trainer.models.forward import checkpoint_layers
 from tests.unit.trainer.ranks.batches_under_test import MODEL, sequence
 
 SEED = 11

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError
-from common.hardware.zebra.kinds import declared_profile
-from common.hardware.zebra.profile import Profile
-from common.hardware.zebra.schedule import TaskKind
-from common.hardware.zebra.together import expert_parallel_s, reduced_s
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from services.trainer.zebra.alike import PacedBins
-from services.trainer.zebra.pace import ZebraPace, pace_of
-from sim.zebra.setups import MODELS
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.kinds import declared_profile
+from meshrl.common.hardware.zebra.profile import Profile
+from meshrl.common.hardware.zebra.schedule import TaskKind
+from meshrl.common.hardware.zebra.together import expert_parallel_s, reduced_s
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.services.trainer.zebra.alike import PacedBins
+from meshrl.services.trainer.zebra.pace import ZebraPace, pace_of
+from meshrl.sim.zebra.setups import MODELS
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.zebra.cases import CASES, QWEN, bins
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from common.base.clock import SystemClock
-from common.hardware.zebra.profile import kind_of_table
-from common.job.bundle.job_data import JobData
-from common.job.config import JobConfig
-from common.model.architecture.config import ModelConfig
-from services.trainer.zebra import profiler, profiling
-from services.trainer.zebra.profiler import profiled
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.hardware.zebra.profile import kind_of_table
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.services.trainer.zebra import profiler, profiling
+from meshrl.services.trainer.zebra.profiler import profiled
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.zebra.cases import MIXTRAL, QWEN, SHARED
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
-from services.trainer.arithmetic.learner import Learner
-from services.trainer.sharding.rows import cut
-from services.trainer.zebra.owners import ZebraOwners
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.sharding.rows import cut
+from meshrl.services.trainer.zebra.owners import ZebraOwners
 from tests.load import scaled
 from tests.unit.trainer.zebra.cases import CASES, Case, bins, one_process
 

@@ -17,14 +17,14 @@ import torch
 import torch._dynamo  # which DTensor imports in each process, for two CPU-seconds
 from safetensors.torch import save_file
 
-from common.api.ranks import Meeting
-from common.model.files.rows import Drawn
-from common.model.network.decoder import Decoder
-from services.trainer.arithmetic.learner import LearnerSettings
-from services.trainer.bins.packing import Bin
-from services.trainer.ranks.rank import join_group, leave_group
-from services.trainer.sharding.learners import GangPlace
-from services.trainer.zebra.learner import ZebraLearner
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.model.files.rows import Drawn
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.services.trainer.arithmetic.learner import LearnerSettings
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.ranks.rank import join_group, leave_group
+from meshrl.services.trainer.sharding.learners import GangPlace
+from meshrl.services.trainer.zebra.learner import ZebraLearner
 from tests.load import scaled
 from tests.unit.trainer.zebra.cases import ALGORITHM, CASES, OPTIMIZER, SEED, Case, bins
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.sim.redis.state import simulated_state
 from tests.unit.weights.relay.hosts import Hosts
 
 

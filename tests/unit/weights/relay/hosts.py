@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from common.api.weights import STORE
-from common.base.clock import SystemClock
-from common.base.digest import digest_of
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.state.redis.client import State
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore, serve
-from common.weights.pull.pull import Pulled, Wanted, pull
-from common.weights.store import host_chunks
-from services.weights.store import WeightStore
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.digest import digest_of
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore, serve
+from meshrl.common.weights.pull.pull import Pulled, Wanted, pull
+from meshrl.common.weights.store import host_chunks
+from meshrl.services.weights.store import WeightStore
 from tests.meshes import on_sockets
 
 CHUNK = 100_000

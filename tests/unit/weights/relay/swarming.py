@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.api.weights import ChunkOrigin
-from services.weights.relaying import Swarm, again_s, assign
+from meshrl.common.api.weights import ChunkOrigin
+from meshrl.services.weights.relaying import Swarm, again_s, assign
 
 SOURCE = "weights"
 LINK = 20e6  # bytes a second, up and down

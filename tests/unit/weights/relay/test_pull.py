@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from common.api.weights import STORE
-from common.base.digest import digest_of
-from common.base.errors import Damaged, NotAllowed, NotFound, Refused, StorageFull
-from common.state import registry
-from common.weights.bulk.channel import Steps
-from common.weights.bulk.serving import Serving
-from common.weights.bulk.session import ANSWER, OK
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.pull.pull import Wanted, _Pull, pull
-from common.weights.store import host_chunks
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import Damaged, NotAllowed, NotFound, Refused, StorageFull
+from meshrl.common.state import registry
+from meshrl.common.weights.bulk.channel import Steps
+from meshrl.common.weights.bulk.serving import Serving
+from meshrl.common.weights.bulk.session import ANSWER, OK
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.pull.pull import Wanted, _Pull, pull
+from meshrl.common.weights.store import host_chunks
 from tests.load import scaled
 from tests.unit.common.weights.bulk.road import Road
 from tests.unit.weights.relay.hosts import CHUNK, Fetcher, Hosts

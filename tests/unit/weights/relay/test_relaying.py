@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.weights.relaying import COPIES, DOUBTED_S, HELD_S, SILENT_S, UPLOADS, Swarm, assign
+from meshrl.services.weights.relaying import (
+    COPIES,
+    DOUBTED_S,
+    HELD_S,
+    SILENT_S,
+    UPLOADS,
+    Swarm,
+    assign,
+)
 from tests.unit.weights.relay.swarming import LINK, SOURCE, World
 
 BOUND_S = 32 * (1 << 20) / LINK  # a version of 32 MiB over one link

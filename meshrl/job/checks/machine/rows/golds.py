@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common.grading import golds
-from common.grading.golds import BadGold
-from common.job.config import RewardPartConfig
+from meshrl.common.grading import golds
+from meshrl.common.grading.golds import BadGold
+from meshrl.common.job.config import RewardPartConfig
 from meshrl.job import row_keys
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.loaded import JobFile

@@ -12,10 +12,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.grading import shapes, under_pytest
-from common.grading.cases import BadTests
-from common.grading.support import Unsupported, unsupported
-from common.job import builtin
+from meshrl.common.grading import shapes, under_pytest
+from meshrl.common.grading.cases import BadTests
+from meshrl.common.grading.support import Unsupported, unsupported
+from meshrl.common.job import builtin
 from meshrl.job.checks.machine.programs import imports, without
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.loaded import JobFile

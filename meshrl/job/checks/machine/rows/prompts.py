@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common.base.errors import ConfigError
-from common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import rows
 from meshrl.job.checks.machine.together import shown
 from meshrl.job.checks.machine.tokens import tokenizer_of

@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from common.base.errors import ConfigError
-from common.model.chat.chat import ANYWHERE
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.chat import ANYWHERE
 from meshrl.job.checks.machine.rows import prompts
 from meshrl.job.checks.machine.together import raise_all, shown
 from meshrl.job.checks.machine.tokens import tokenizer_of

@@ -9,8 +9,8 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from common.base.errors import ConfigError, MeshError, NotFound
-from common.base.files.at_url import PART, AtUrl, without_secrets
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound
+from meshrl.common.base.files.at_url import PART, AtUrl, without_secrets
 
 
 @pytest.mark.parametrize("kind", ["file", "memory"])

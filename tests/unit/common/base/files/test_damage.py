@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.base.files import damage
+from meshrl.common.base.files import damage
 
 
 def test_set_aside_keeps_what_lies_there(tmp_path: Path) -> None:

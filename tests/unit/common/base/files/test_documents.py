@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import Damaged
-from common.base.files import documents
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files import documents
 
 CONTENT = {"cpu": {"a": {"x": 0.1 + 0.2}}, "wall_s": 1e22, "cached": False, "s": [[1, 2], []]}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from common.base.errors import Damaged
-from common.base.files import documents
-from common.mesh.access import hosts, identity, owner, records
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files import documents
+from meshrl.common.mesh.access import hosts, identity, owner, records
 from meshrl.directory.joined import HostBook
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.hosts import membership

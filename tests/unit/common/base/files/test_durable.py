@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import Damaged
-from common.mesh.process.host import replace_file
-from common.records.checkpoints import appear, check_written, digests_below
-from common.weights.bulk.port import ChunkStore
+from meshrl.common.base.errors import Damaged
+from meshrl.common.mesh.process.host import replace_file
+from meshrl.common.records.checkpoints import appear, check_written, digests_below
+from meshrl.common.weights.bulk.port import ChunkStore
 
 Calls = list[tuple[str, Path]]
 

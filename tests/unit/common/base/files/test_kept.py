@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.base.errors import Damaged, StorageFull
-from common.base.files import kept
-from common.base.files.kept import PIECE_BYTES, File, Mapped, Medium, Octets
+from meshrl.common.base.errors import Damaged, StorageFull
+from meshrl.common.base.files import kept
+from meshrl.common.base.files.kept import PIECE_BYTES, File, Mapped, Medium, Octets
 
 SIZES = {"empty": 0, "small": 7, "piece": PIECE_BYTES, "large": 2 * PIECE_BYTES + 13}
 

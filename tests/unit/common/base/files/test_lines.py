@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import Damaged
-from common.base.files import documents
-from common.base.files.lines import LineFile, line, read, whole
+from meshrl.common.base.errors import Damaged
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.lines import LineFile, line, read, whole
 
 ROWS = [{"n": n, "text": "ab\u00e9" * n} for n in range(5)]
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.needs("compiler")
 LOOK = """
 import json, sys
 from dataclasses import asdict
-from common.hardware.gpus import driver
+from meshrl.common.hardware.gpus import driver
 with driver.opened() as opened:
     devices = opened.devices()
     said = {d.label: opened.reading(d).document() for d in devices if d.uuid}
@@ -101,7 +101,7 @@ def test_errors_are_told_once_with_their_number(gpus: Gpus) -> None:
     gpus.xid(A, 79)
     code = """
 import os
-from common.hardware.gpus import driver
+from meshrl.common.hardware.gpus import driver
 with driver.opened() as opened, opened.errors(opened.devices()) as news:
     print(news(), news())
     open(os.environ["NVML_TABLE"], "a").write("xid|%s|48\\n")
@@ -120,7 +120,7 @@ def test_a_driver_that_does_not_answer_says_why(gpus: Gpus, code: int, why: str)
 
 
 NO_DRIVER = """
-from common.hardware.gpus import driver
+from meshrl.common.hardware.gpus import driver
 try:
     with driver.opened():
         raise SystemExit("it answers")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.base.errors import ConfigError
-from common.hardware.gpus.devices import Device
-from common.hardware.gpus.visible import BY_BUS, visible, why_none
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.hardware.gpus.visible import BY_BUS, visible, why_none
 
 A, B, C, D = (f"GPU-{letter}{'1' * 7}-0000-0000-0000-000000000000" for letter in "abcd")
 AB = "GPU-ab111111-0000-0000-0000-000000000000"  # begins as A does not, but as far as GPU-a

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.asymmetry import (
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.asymmetry import (
     ExpertHosting,
     Forward,
     HostingBounds,
@@ -17,8 +17,8 @@ from common.hardware.zebra.asymmetry import (
     gather_and_squeeze,
     hosting,
 )
-from common.hardware.zebra.costs import Costs
-from common.hardware.zebra.timeline import makespan
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.timeline import makespan
 
 MARGIN = 0.1  # of the best step, at most; most are it
 RANKS = (

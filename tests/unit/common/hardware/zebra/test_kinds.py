@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.hardware.profiles import declared
-from common.hardware.shapes import ModelShape
-from common.hardware.zebra.kinds import UTILISATION, declared_profile, speed
-from common.hardware.zebra.profile import CostCurve, Profile
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.profiles import declared
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.hardware.zebra.kinds import UTILISATION, declared_profile, speed
+from meshrl.common.hardware.zebra.profile import CostCurve, Profile
 
 # As the source's W1 without its gate: 2,048 wide, 8 key-value heads of 128, 12 experts.
 EXPERT = 3 * 2048 * 7168

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile, kind_of_table
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile, kind_of_table
 
 LINE = CostCurve((1,), (1e-6,))
 FAST = AcceleratorCosts("A40", 4e10, LINE, CostCurve((1024, 4096), (0.001, 0.007)), LINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
+from meshrl.common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
 
 
 def written(order: list[Task]) -> str:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.asymmetry import RankCounts
-from common.hardware.zebra.batches import spread
-from common.hardware.zebra.profile import CostCurve, Profile
-from common.hardware.zebra.shapes import MICROS, CoreShape, costs_of, shape_of
-from common.hardware.zebra.together import expert_parallel_s
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.asymmetry import RankCounts
+from meshrl.common.hardware.zebra.batches import spread
+from meshrl.common.hardware.zebra.profile import CostCurve, Profile
+from meshrl.common.hardware.zebra.shapes import MICROS, CoreShape, costs_of, shape_of
+from meshrl.common.hardware.zebra.together import expert_parallel_s
 from tests.unit.common.hardware.zebra.test_profile import LINE, PROFILE
 
 ATTENDS = CostCurve((1024, 4096), (0.002, 0.02))

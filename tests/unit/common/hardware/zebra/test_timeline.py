@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.errors import ConfigError
-from common.hardware.zebra.costs import CHECKPOINTED, Costs
-from common.hardware.zebra.operations import Operation, RankStream, plan_s, planned_as
-from common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
-from common.hardware.zebra.timeline import makespan, serial_s, timeline
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.costs import CHECKPOINTED, Costs
+from meshrl.common.hardware.zebra.operations import Operation, RankStream, plan_s, planned_as
+from meshrl.common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
+from meshrl.common.hardware.zebra.timeline import makespan, serial_s, timeline
 
 seconds = st.floats(0, 2)
 E, H = TaskKind.EXPERTS, TaskKind.HOSTED

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
 from tests.nursery import wait_until_listening
 
 Open = Callable[..., SystemChild]
@@ -25,7 +25,13 @@ def open_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
     def start(*modules: str) -> SystemChild:
         socket = tmp_path / f"nursery-{len(children)}"
         child = SystemHost().spawn(
-            [sys.executable, "-m", "common.mesh.process.forking.nursery", str(socket), *modules],
+            [
+                sys.executable,
+                "-m",
+                "meshrl.common.mesh.process.forking.nursery",
+                str(socket),
+                *modules,
+            ],
             name="nursery",
             env={NURSERY_ENV: OFF},
             log=tmp_path / "nursery.log",

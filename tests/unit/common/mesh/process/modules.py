@@ -9,7 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.handle import start_time
 from tests.load import scaled
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import DeadlineExceeded, MeshError
-from common.mesh.process.answers import answer_of
-from common.mesh.process.host import SystemHost
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.mesh.process.answers import answer_of
+from meshrl.common.mesh.process.host import SystemHost
 from tests.load import scaled
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process import container
+from meshrl.common.mesh.process import container
 
 
 def test_orchestrators_are_known_by_what_they_put_into_a_container(

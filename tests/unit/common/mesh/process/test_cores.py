@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process import cores
-from common.mesh.process.cores import TICKS, Cores, of_stat
-from common.mesh.process.ends import limits
-from common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process import cores
+from meshrl.common.mesh.process.cores import TICKS, Cores, of_stat
+from meshrl.common.mesh.process.ends import limits
+from meshrl.common.mesh.process.host import SystemHost
 
 STAT = """cpu  900 0 900 900 0 0 0 0 0 0
 cpu0 100 20 30 4000 500 6 7 8 50 60

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process.forking.newborn import let_go
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.forking.newborn import let_go
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import module, python
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import (
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import (
     ConfigError,
     DeadlineExceeded,
     Fenced,
@@ -19,10 +19,10 @@ from common.base.errors import (
     StorageFull,
     ToolFailed,
 )
-from common.mesh.process.ends.failure import Failure, told
-from common.mesh.process.handle import SystemChild
-from common.mesh.process.host import SystemHost
-from common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
+from meshrl.common.mesh.process.ends.failure import Failure, told
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import module, python
 from tests.unit.common.mesh.process.test_supervisor import Recorded, eventually
@@ -32,14 +32,14 @@ CODES = {
     "raises": ("def f():\n    [][3]\n\nf()", "IndexError", "list index out of range"),
     "says": ("import sys; sys.exit('it has no address')", "SystemExit", "it has no address"),
     "refuses": (
-        "from common.base.errors import ConfigError\n"
+        "from meshrl.common.base.errors import ConfigError\n"
         "raise ConfigError('no such token', where='rollout.stop', fix='name one')",
         "ConfigError",
         "no such token",
     ),
     "exits": (
-        "from common.base.errors import PeerLost\n"
-        "from common.mesh.process.host import SystemHost\n"
+        "from meshrl.common.base.errors import PeerLost\n"
+        "from meshrl.common.mesh.process.host import SystemHost\n"
         "SystemHost().exit(70, 'so it ends', PeerLost('it went'), 'calc')",
         "PeerLost",
         "it went",
@@ -110,7 +110,7 @@ def test_the_text_of_a_failure_says_what_where_and_what_to_do() -> None:
 async def test_a_child_that_would_only_fail_again_is_given_up_at_once_with_its_error(
     tmp_path: Path,
 ) -> None:
-    code = "from common.base.errors import ConfigError\nraise ConfigError('no', fix='do')"
+    code = "from meshrl.common.base.errors import ConfigError\nraise ConfigError('no', fix='do')"
     hooks = Recorded()
     env = module(tmp_path, "wrong", code)
     spec = ChildSpec("w", python("wrong"), env=env, log=tmp_path / "w.log", critical=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process.entry.guard import TAIL_BYTES
-from common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from common.mesh.process.handle import SystemChild, start_time
-from common.mesh.process.host import SystemHost
-from common.mesh.process.output.log_bounds import BURST, RATE
-from common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.entry.guard import TAIL_BYTES
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import SystemChild, start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.output.log_bounds import BURST, RATE
+from meshrl.common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import ended, module, python
 from tests.unit.common.mesh.process.test_nursery import Open
@@ -24,7 +24,7 @@ from tests.unit.common.mesh.process.test_nursery import Open
 # Each of these writes its pid into the file named by the first argument and stays.
 ORPHANS = """
     import os, signal, subprocess, sys
-    from common.mesh.process.entry.child import ChildChannel
+    from meshrl.common.mesh.process.entry.child import ChildChannel
 
     stays = sys.argv[1] + ".sh"
     with open(stays, "w") as file:
@@ -57,8 +57,8 @@ PRINTS = """
 OWNER = """
     import asyncio, sys
     from pathlib import Path
-    from common.mesh.process.host import SystemHost
-    from common.mesh.process.starting import Spawning
+    from meshrl.common.mesh.process.host import SystemHost
+    from meshrl.common.mesh.process.starting import Spawning
 
     async def main():
         argv = [sys.executable, "-m", "orphans", sys.argv[1]]

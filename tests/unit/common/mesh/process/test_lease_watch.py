@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from common.base.clock import Clock
-from common.base.errors import StateUnavailable
-from common.base.random import Random
-from common.mesh.process.handle import Child
-from common.mesh.process.supervision.lease_watch import GRACE_S, LeaseWatch
-from common.state import registry
-from common.state.redis.client import State
-from common.state.registry import Entry
-from sim.loop import run_virtual
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import StateUnavailable
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.supervision.lease_watch import GRACE_S, LeaseWatch
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry
+from meshrl.sim.loop import run_virtual
+from meshrl.sim.redis.state import simulated_state
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 
 TTL_MS = 6000

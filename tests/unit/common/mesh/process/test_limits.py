@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process.ends import limits
-from common.mesh.process.ends.failure import Failure
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.ends import limits
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import module, python
 
@@ -25,7 +25,7 @@ while True:
 # Root has no limit of processes: as somebody else it prints what it would have left.
 PROCESSES = """
 import os, resource, subprocess, sys, threading, time
-from common.mesh.process.ends import limits
+from meshrl.common.mesh.process.ends import limits
 if os.getuid() == 0:
     os.setresuid(64219, 64219, 64219)
 resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from common.mesh.process.output.log_bounds import LOG_BYTES, bound
-from services.node.log_files import HostLogFiles
+from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES, bound
+from meshrl.services.node.log_files import HostLogFiles
 
 
 def appending(path: Path) -> int:

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from common.mesh.process.forking.birth import NURSERY_ENV
-from common.mesh.process.forking.nursery import listening
-from common.mesh.process.handle import UNKNOWN_EXIT, SystemChild, start_time
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
+from meshrl.common.mesh.process.forking.nursery import listening
+from meshrl.common.mesh.process.handle import UNKNOWN_EXIT, SystemChild, start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.nursery import wait_until_listening
 from tests.unit.common.mesh.process.modules import ended, module, python, written
@@ -187,8 +187,8 @@ async def test_the_end_is_an_orderly_one(tmp_path: Path, open_nursery: Open) -> 
 OWNER = """
     import sys, time
     from pathlib import Path
-    from common.mesh.process.host import SystemHost
-    from common.mesh.process.starting import Spawning
+    from meshrl.common.mesh.process.host import SystemHost
+    from meshrl.common.mesh.process.starting import Spawning
     child = SystemHost().spawn([sys.executable, "-m", sys.argv[2]], name="child")
     Path(sys.argv[1]).write_text(f"{child.pid}\\n")
     time.sleep(60)
@@ -313,7 +313,7 @@ async def test_the_path_of_a_nursery_may_be_long(
     place = tmp_path / ("a" * 100) / ("b" * 100)
     place.mkdir(parents=True)
     nursery = SystemHost().spawn(
-        python("common.mesh.process.forking.nursery", str(place / "socket")),
+        python("meshrl.common.mesh.process.forking.nursery", str(place / "socket")),
         name="nursery",
         how=Spawning(own_session=True),
     )
@@ -371,7 +371,7 @@ async def test_what_a_child_leaves_in_its_session_ends_with_it(
 async def test_an_owner_that_ends_before_it_says_go_has_started_nothing(
     tmp_path: Path, open_nursery: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from common.mesh.process.forking.birth import Birth
+    from meshrl.common.mesh.process.forking.birth import Birth
 
     nursery = open_nursery()
     monkeypatch.setattr(Birth, "go", lambda birth: birth.close())
@@ -390,7 +390,7 @@ async def test_threads_of_an_import_are_refused(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     nursery = SystemHost().spawn(
-        python("common.mesh.process.forking.nursery", str(tmp_path / "socket"), "threaded"),
+        python("meshrl.common.mesh.process.forking.nursery", str(tmp_path / "socket"), "threaded"),
         name="nursery",
         env=env,
         log=log,

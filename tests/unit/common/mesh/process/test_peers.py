@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
+from meshrl.common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
 
 NOBODY = 65534
 

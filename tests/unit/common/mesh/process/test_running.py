@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.base.host.settings import SETTINGS_ENV, MeshSettings
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
 from tests.load import scaled
 
 SERVICE = """
 import asyncio
-from common.mesh.runtime.mesh import run
+from meshrl.common.mesh.runtime.mesh import run
 
 async def main():
     print("up", flush=True)

@@ -13,7 +13,7 @@ FULL = Path("/dev/full")  # every write to it is refused: no space is left
 
 CODE = """
     import sys, warnings
-    from common.mesh.process.output.streams import outlive_a_full_disk
+    from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
     if sys.argv[1] == "lossy":
         outlive_a_full_disk()
     for number in range(3):

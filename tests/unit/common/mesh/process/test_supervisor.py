@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import NotFound, Refused
-from common.mesh.process.handle import Child
-from common.mesh.process.host import SystemHost
-from common.mesh.process.supervision.restarts import Restarts
-from common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotFound, Refused
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.restarts import Restarts
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from tests.load import scaled
 
 

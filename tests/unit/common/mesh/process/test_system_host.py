@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import BadMessage, DeadlineExceeded, PeerLost
-from common.base.host.settings import MESH_ENV
-from common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from common.mesh.process.handle import start_time
-from common.mesh.process.host import SystemHost
-from common.mesh.process.starting import Spawning
+from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
+from meshrl.common.base.host.settings import MESH_ENV
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import ended, module, python
 
@@ -81,8 +81,8 @@ async def test_limits_and_niceness_hold_in_the_child(tmp_path: Path) -> None:
 PARENT = """
     import asyncio, sys, time
     from pathlib import Path
-    from common.mesh.process.host import SystemHost
-    from common.mesh.process.starting import Spawning
+    from meshrl.common.mesh.process.host import SystemHost
+    from meshrl.common.mesh.process.starting import Spawning
     host = SystemHost()
     child = host.spawn(sys.argv[2:], name="grandchild", how=Spawning(own_session=True))
     Path(sys.argv[1]).write_text(str(child.pid))
@@ -132,7 +132,7 @@ async def test_a_session_leaves_nothing_behind_when_its_leader_ends(tmp_path: Pa
 
 
 ECHO = """
-    from common.mesh.process.entry.child import ChildChannel
+    from meshrl.common.mesh.process.entry.child import ChildChannel
     channel = ChildChannel.from_env()
     channel.move_above(50)
     while (frame := channel.recv()) is not None:
@@ -249,8 +249,8 @@ async def test_blocking_work_has_a_deadline_and_its_errors_come_through() -> Non
 
 FULL_DISK = """
     from pathlib import Path
-    from common.base.errors import StorageFull
-    from common.mesh.process.host import SystemHost
+    from meshrl.common.base.errors import StorageFull
+    from meshrl.common.mesh.process.host import SystemHost
     import sys
     file = SystemHost().open_append(Path(sys.argv[1]))
     file.write(b"a" * 600)

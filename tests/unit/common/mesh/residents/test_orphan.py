@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from common.base.random import Random
-from common.mesh.residents.orphan import ORPHAN_S, until_orphaned
-from common.state import registry
-from sim.loop import VirtualClock, VirtualLoop, run_virtual
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.residents.orphan import ORPHAN_S, until_orphaned
+from meshrl.common.state import registry
+from meshrl.sim.loop import VirtualClock, VirtualLoop, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from common.api.calls.role import Settle
-from common.base.errors import Refused
-from common.base.host.settings import kept_file
-from common.base.random import Random
-from common.mesh.residents.tiers import Keep, Take, Tiers
-from common.state.pool.workers.rows import Tier
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.host.settings import kept_file
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.residents.tiers import Keep, Take, Tiers
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 

@@ -7,13 +7,13 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from common.api.calls.interface import Call, Cast, Interface, Stream
-from common.base.encoding.messages import Array, message
-from common.base.errors import DeadlineExceeded, Refused
-from common.mesh.runtime.calls.actor import Actor, call, cast, stream
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.ref import Ref
-from common.mesh.telemetry.tracing import trace_id
+from meshrl.common.api.calls.interface import Call, Cast, Interface, Stream
+from meshrl.common.base.encoding.messages import Array, message
+from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast, stream
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.ref import Ref
+from meshrl.common.mesh.telemetry.tracing import trace_id
 from tests.load import scaled
 
 Q = TypeVar("Q")

@@ -10,10 +10,10 @@ import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from common.base.encoding.messages import encode
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.transport.address import endpoint_of
-from common.mesh.wire.frames import (
+from meshrl.common.base.encoding.messages import encode
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.mesh.wire.frames import (
     CALL,
     CANCEL,
     CREDIT,

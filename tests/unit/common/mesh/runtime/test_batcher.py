@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from common.mesh.runtime.calls.batcher import Batcher
+from meshrl.common.mesh.runtime.calls.batcher import Batcher
 
 
 async def test_a_close_sends_nothing_more_and_leaves_no_future_pending() -> None:

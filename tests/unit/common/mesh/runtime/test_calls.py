@@ -8,8 +8,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from common.api.calls.interface import Call, Interface
-from common.base.errors import (
+from meshrl.common.api.calls.interface import Call, Interface
+from meshrl.common.base.errors import (
     BadMessage,
     DeadlineExceeded,
     MeshError,
@@ -18,9 +18,9 @@ from common.base.errors import (
     RemoteFailure,
     UnknownMethod,
 )
-from common.mesh.runtime.calls.actor import call
-from common.mesh.runtime.calls.calling import CREDITS
-from common.state import registry
+from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.calls.calling import CREDITS
+from meshrl.common.state import registry
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Block, Join, Number, Talk, Talker, Text, until
 

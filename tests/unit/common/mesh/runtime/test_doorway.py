@@ -8,25 +8,25 @@ from typing import Any, cast
 
 import pytest
 
-from common.base.clock import Clock, SystemClock
-from common.base.errors import HandshakeFailed, NotAllowed, Refused, WrongKeys
-from common.base.host.settings import MeshSettings
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.calls.calling import REFUSED_S
-from common.mesh.runtime.doorway import AGAIN_S, Doorway
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.mesh.transport.address import endpoint_of, key_of, key_text, keyed
-from common.mesh.transport.keys import KeyPair
-from common.mesh.transport.zmq import ZmqTransport
-from common.state import registry
-from common.state.hosts import doors
-from common.state.redis.client import State
-from common.state.redis.keys import MESH
-from sim.redis.client import SimulatedSyncRedis
-from sim.redis.server import RedisServer
-from sim.redis.state import state_on
+from meshrl.common.base.clock import Clock, SystemClock
+from meshrl.common.base.errors import HandshakeFailed, NotAllowed, Refused, WrongKeys
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.calls.calling import REFUSED_S
+from meshrl.common.mesh.runtime.doorway import AGAIN_S, Doorway
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.transport.address import endpoint_of, key_of, key_text, keyed
+from meshrl.common.mesh.transport.keys import KeyPair
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state import registry
+from meshrl.common.state.hosts import doors
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import MESH
+from meshrl.sim.redis.client import SimulatedSyncRedis
+from meshrl.sim.redis.server import RedisServer
+from meshrl.sim.redis.state import state_on
 from tests.contract.state.state_bench import HandClock
 from tests.load import scaled
 from tests.meshes import PATIENT

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import ConfigError, Refused, StateUnavailable
-from common.base.random import Random
-from common.mesh.process.host import Stoppable, SystemHost
-from common.mesh.runtime.calls.actor import call
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.seams import Seams, Terms
-from common.mesh.transport.zmq import ZmqTransport
-from common.state import registry
-from common.state.redis.client import State
-from common.state.redis.embedded import command
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, Refused, StateUnavailable
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import Stoppable, SystemHost
+from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state import registry
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.embedded import command
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, SECRET
 from tests.unit.common.mesh.runtime.talking import Number, Talk, Talker, Text, until

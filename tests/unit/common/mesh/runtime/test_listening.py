@@ -10,16 +10,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from common.base.errors import ConfigError
-from common.base.host.settings import MeshSettings
-from common.mesh.process.host import SystemHost
-from common.mesh.telemetry.endpoint import MetricsEndpoint, health
-from common.mesh.transport.address import endpoint_of, key_of
-from common.mesh.transport.keys import ProcessKeys
-from common.mesh.transport.zmq import ZmqTransport
-from common.state.registry import Entry
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint, health
+from meshrl.common.mesh.transport.address import endpoint_of, key_of
+from meshrl.common.mesh.transport.keys import ProcessKeys
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join
 

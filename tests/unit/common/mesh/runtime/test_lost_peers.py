@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from common.base.encoding.messages import Frame
-from common.base.errors import PeerLost
-from common.mesh.transport.zmq import ZmqTransport
-from common.state import registry
 from loadtests.rpc.echo import PING, Echo
+from meshrl.common.base.encoding.messages import Frame
+from meshrl.common.base.errors import PeerLost
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state import registry
 from tests.load import scaled
 from tests.meshes import begun, keys_of
 from tests.unit.common.mesh.runtime.talking import Join, call_until_refused, until

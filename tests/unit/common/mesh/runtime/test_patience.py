@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from common.base.clock import Clock
-from common.base.errors import MeshError, PeerLost, Refused, StateUnavailable, StorageFull
-from common.base.random import Random
-from common.mesh.runtime.calls.waits import WaitTable
-from common.mesh.runtime.patience import (
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError, PeerLost, Refused, StateUnavailable, StorageFull
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.common.mesh.runtime.patience import (
     HOPELESS_S,
     OUTAGE_S,
     PEER_S,
@@ -17,7 +17,7 @@ from common.mesh.runtime.patience import (
     patiently,
     waited_for,
 )
-from sim.loop import VirtualClock, run_virtual
+from meshrl.sim.loop import VirtualClock, run_virtual
 
 
 async def gave_up(clock: Clock, *errors: MeshError, for_s: float = OUTAGE_S) -> float:

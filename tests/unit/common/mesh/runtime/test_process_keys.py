@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.base.errors import StateUnavailable, WrongKeys
-from common.mesh.transport.address import endpoint_of, key_text, keyed
-from common.mesh.transport.keys import KNOWN, SILENT_S, KeyPair, ProcessKeys
+from meshrl.common.base.errors import StateUnavailable, WrongKeys
+from meshrl.common.mesh.transport.address import endpoint_of, key_text, keyed
+from meshrl.common.mesh.transport.keys import KNOWN, SILENT_S, KeyPair, ProcessKeys
 
 HOST = "gpu1-1f3a9c"
 

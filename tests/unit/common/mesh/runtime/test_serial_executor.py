@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from common.base.clock import SystemClock
-from common.base.errors import DeadlineExceeded
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.serial_executor import STUCK, SerialExecutor
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.serial_executor import STUCK, SerialExecutor
 from tests.load import scaled
 from tests.meshes import alone
 

@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 import zmq
 
-from common.base.clock import SystemClock
-from common.base.encoding.messages import encode
-from common.base.errors import ConfigError, HandshakeFailed, MeshError, NotAllowed
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.calls.calling import REFUSED_S
-from common.mesh.runtime.calls.serving import MAX_OF_ONE
-from common.mesh.runtime.mesh import Mesh, MeshSettings
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.mesh.transport.address import endpoint_of
-from common.mesh.transport.keys import KeyPair, ProcessKeys
-from common.mesh.transport.zmq import ZmqTransport
-from common.mesh.wire.frames import CALL, pack_header, unpack_error
-from common.state import registry
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.messages import encode
+from meshrl.common.base.errors import ConfigError, HandshakeFailed, MeshError, NotAllowed
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.calls.calling import REFUSED_S
+from meshrl.common.mesh.runtime.calls.serving import MAX_OF_ONE
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.mesh.transport.keys import KeyPair, ProcessKeys
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.wire.frames import CALL, pack_header, unpack_error
+from meshrl.common.state import registry
+from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, begun, curve, keys_of
 from tests.unit.common.mesh.runtime.talking import (

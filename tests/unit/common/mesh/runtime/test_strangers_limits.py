@@ -14,10 +14,10 @@ from functools import partial
 import pytest
 import zmq
 
-from common.mesh.transport.address import endpoint_of, key_of
-from common.mesh.transport.keys import KeyPair, ProcessKeys
-from common.mesh.transport.strangers import Limits, Strangers
-from common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.address import endpoint_of, key_of
+from meshrl.common.mesh.transport.keys import KeyPair, ProcessKeys
+from meshrl.common.mesh.transport.strangers import Limits, Strangers
+from meshrl.common.mesh.transport.zmq import ZmqTransport
 from tests.descriptors import descriptors_of
 from tests.load import scaled
 from tests.meshes import begun

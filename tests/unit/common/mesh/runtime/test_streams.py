@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import pytest
 
-from common.base.errors import DeadlineExceeded, PeerLost
+from meshrl.common.base.errors import DeadlineExceeded, PeerLost
 from tests.unit.common.mesh.runtime.talking import Join, Number, Talk, Talker, Text, until
 
 

@@ -9,14 +9,14 @@ import json
 import signal
 import sys
 
-from common.base.clock import SystemClock
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, run
-from common.mesh.runtime.seams import Seams, Terms
-from common.mesh.transport.zmq import ZmqTransport
-from common.state import registry
-from sim.redis.state import simulated_state
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, run
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state import registry
+from meshrl.sim.redis.state import simulated_state
 
 LONGEST_S = 600.0  # that it lives, should nobody end it
 

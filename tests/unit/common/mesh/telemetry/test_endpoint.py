@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.base.errors import ConfigError
-from common.base.host.ports import ports
-from common.mesh.process.host import SystemHost
-from common.mesh.telemetry.endpoint import CLIENTS, MetricsEndpoint, health
-from common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.ports import ports
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.telemetry.endpoint import CLIENTS, MetricsEndpoint, health
+from meshrl.common.mesh.transport.zmq import ZmqTransport
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[5]

@@ -8,8 +8,8 @@ import sys
 
 PROGRAM = """
 import asyncio, sys, threading
-from common.mesh.telemetry.logs import Telemetry, log_to_stderr
-from common.mesh.telemetry.tracing import adopt
+from meshrl.common.mesh.telemetry.logs import Telemetry, log_to_stderr
+from meshrl.common.mesh.telemetry.tracing import adopt
 
 log_to_stderr(*sys.argv[1:])
 log = Telemetry(*sys.argv[1:]).log

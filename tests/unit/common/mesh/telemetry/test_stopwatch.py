@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.random import Random
-from common.mesh.telemetry import stopwatch
-from common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
-from sim.loop import VirtualClock, run_virtual
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.telemetry import stopwatch
+from meshrl.common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
+from meshrl.sim.loop import VirtualClock, run_virtual
 
 
 def parts_of(watch: Stopwatch) -> list[tuple[str, float]]:

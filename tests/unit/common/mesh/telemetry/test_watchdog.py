@@ -7,21 +7,21 @@ import sys
 
 import pytest
 
-from common.base.errors import Refused
-from common.mesh.runtime.lease import LOST
-from common.state import registry
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.runtime.lease import LOST
+from meshrl.common.state import registry
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join, Talker
 
 HUNG = """
 import asyncio, sys, time
-from common.base.clock import SystemClock
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.mesh import Mesh, run
-from common.mesh.runtime.seams import Seams, Terms
-from common.base.random import Random
-from sim.redis.state import simulated_state
-from common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, run
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.base.random import Random
+from meshrl.sim.redis.state import simulated_state
+from meshrl.common.mesh.transport.zmq import ZmqTransport
 
 def stand_still(seconds):
     time.sleep(seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import DeadlineExceeded, MeshError, from_wire, to_wire
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, from_wire, to_wire
 
 ROOT = Path(__file__).parents[5]
 _CLASS = re.compile(r"^class (\w+)\(([\w., ]+)\)", re.MULTILINE)
@@ -23,6 +23,7 @@ def errors() -> list[type[MeshError]]:
     for package in ("common", "services", "meshrl", "sim"):
         for path in sorted((ROOT / package).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            module = f"meshrl.{module.removeprefix('meshrl.')}"
             for name, bases in _CLASS.findall(path.read_text()):
                 made.append(
                     (module, name, {b.strip().rpartition(".")[2] for b in bases.split(",")})
@@ -32,7 +33,7 @@ def errors() -> list[type[MeshError]]:
         size = len(known)
         known |= {name for _, name, bases in made if bases & known}
     found = [(module, name) for module, name, bases in made if bases & known]
-    optional = [] if find_spec("verifiers") else ["services.environment.verifying.episode"]
+    optional = [] if find_spec("verifiers") else ["meshrl.services.environment.verifying.episode"]
     return [getattr(import_module(m), name) for m, name in found if m not in optional]
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.base.encoding.messages import LIMITS, Array, decode, encode, message
-from common.base.errors import BadMessage
-from common.mesh.wire.frames import check_sizes, pack_header, unpack_header
+from meshrl.common.base.encoding.messages import LIMITS, Array, decode, encode, message
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.mesh.wire.frames import check_sizes, pack_header, unpack_header
 
 
 @message

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.model.chat.calls import PARSERS, parser_of
+from meshrl.common.model.chat.calls import PARSERS, parser_of
 from tests.unit.common.model.templates.formats import FORMATS
 
 ADD: tuple[str, Any, str] = ("add", {"a": 1}, "")

@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
-from common.base.errors import ConfigError
-from common.model.chat.chat import Chat, ChatBroken
-from common.model.chat.conversation import MARK
-from common.model.tokens.tokenizer import Tokenizer
 from loadtests.chat_templates.comparing import (
     ADD,
     AGAIN,
@@ -25,6 +21,10 @@ from loadtests.chat_templates.comparing import (
     compared,
     directory_of,
 )
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.chat import Chat, ChatBroken
+from meshrl.common.model.chat.conversation import MARK
+from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
 
 pytestmark = pytest.mark.group("transformers")  # which one worker imports for all

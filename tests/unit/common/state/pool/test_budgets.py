@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from common.state.pool.demand.needs import Need
-from common.state.pool.placing.fitting import sleeps, takes
-from common.state.pool.workers.rows import Resident, Role
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.placing.fitting import sleeps, takes
+from meshrl.common.state.pool.workers.rows import Resident, Role
 
 
 def test_a_core_whose_experts_lie_apart_is_not_refused_for_a_part_that_nobody_knows() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.state.pool.demand.measured import (
+from meshrl.common.state.pool.demand.measured import (
     LEVELS,
     Curve,
     Lengths,
@@ -16,7 +16,7 @@ from common.state.pool.demand.measured import (
     told,
     work_of,
 )
-from common.state.pool.demand.planned import PublishedStats, measured
+from meshrl.common.state.pool.demand.planned import PublishedStats, measured
 
 SHARD = MeasuredWork(
     groups=3, trajectories=12, sampled=480, flight_s=31.25, engine_s=20.0, queue_s=1.5

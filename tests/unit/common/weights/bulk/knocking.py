@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from common.mesh.process.host import SystemHost
-from common.mesh.transport.address import bulk_key_text
-from common.mesh.transport.keys import ProcessKeys
-from common.weights.bulk.doors import KeyDoor
-from common.weights.bulk.server import BulkServer
-from common.weights.bulk.session import BulkSession
-from common.weights.chunks.chunks import ChunkStore
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.transport.address import bulk_key_text
+from meshrl.common.mesh.transport.keys import ProcessKeys
+from meshrl.common.weights.bulk.doors import KeyDoor
+from meshrl.common.weights.bulk.server import BulkServer
+from meshrl.common.weights.bulk.session import BulkSession
+from meshrl.common.weights.chunks.chunks import ChunkStore
 from tests.load import scaled
 
 CONTENT = os.urandom(700_000)

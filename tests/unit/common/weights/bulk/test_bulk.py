@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.base.digest import digest_of
-from common.base.errors import (
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import (
     BadMessage,
     Damaged,
     DeadlineExceeded,
@@ -20,12 +20,12 @@ from common.base.errors import (
     Refused,
     StorageFull,
 )
-from common.base.files import damage
-from common.base.host.settings import MeshSettings
-from common.mesh.process.host import SystemHost
-from common.state.registry import Entry
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.base.files import damage
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from tests.unit.common.mesh.runtime.talking import Join
 
 CONTENT = os.urandom(3_000_000)

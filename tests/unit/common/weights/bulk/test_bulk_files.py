@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from common.base.digest import digest_of
-from common.base.errors import ConfigError, Damaged, NotFound, PeerLost, StorageFull
-from common.base.host.settings import MeshSettings
-from common.mesh.process.host import SystemHost
-from common.state.registry import Entry
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.weights.bulk.transfer import BREAKS
-from common.weights.chunks.partial import PARKED, PARKED_S, Parked, Partial
-from common.weights.chunks.verified import NAME
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import ConfigError, Damaged, NotFound, PeerLost, StorageFull
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.weights.bulk.transfer import BREAKS
+from meshrl.common.weights.chunks.partial import PARKED, PARKED_S, Parked, Partial
+from meshrl.common.weights.chunks.verified import NAME
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join
 from tests.unit.common.weights.bulk.road import Road

@@ -15,30 +15,36 @@ from pathlib import Path
 
 import pytest
 
-from common.api.calls.callers import ROLES
-from common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
-from common.api.transfer.bulk import GET as MAY_GET
-from common.base.clock import SystemClock
-from common.base.digest import digest_of
-from common.base.errors import HandshakeFailed, NotAllowed, NotFound, PeerLost, StateUnavailable
-from common.base.host.settings import MeshSettings
-from common.base.random import Random
-from common.mesh.process.host import SystemHost
-from common.mesh.runtime.doorway import Doorway
-from common.mesh.runtime.mesh import Mesh
-from common.mesh.runtime.seams import Access, Seams, Terms
-from common.mesh.transport.zmq import ZmqTransport
-from common.state.hosts import doors as mesh_doors
-from common.state.redis.client import State
-from common.state.registry import Entry
-from common.weights.bulk.port import BulkClient, ChunkStore, serve
-from common.weights.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
-from common.weights.bulk.session import GET, HAS, PUT, REQUEST, REST, BulkSession
-from common.weights.chunks.partial import Partial
-from common.weights.handshakes.handshake import SUITES, ClientHandshake
-from sim.redis.client import SimulatedSyncRedis
-from sim.redis.server import RedisServer
-from sim.redis.state import state_on
+from meshrl.common.api.calls.callers import ROLES
+from meshrl.common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
+from meshrl.common.api.transfer.bulk import GET as MAY_GET
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import (
+    HandshakeFailed,
+    NotAllowed,
+    NotFound,
+    PeerLost,
+    StateUnavailable,
+)
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.doorway import Doorway
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state.hosts import doors as mesh_doors
+from meshrl.common.state.redis.client import State
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.port import BulkClient, ChunkStore, serve
+from meshrl.common.weights.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
+from meshrl.common.weights.bulk.session import GET, HAS, PUT, REQUEST, REST, BulkSession
+from meshrl.common.weights.chunks.partial import Partial
+from meshrl.common.weights.handshakes.handshake import SUITES, ClientHandshake
+from meshrl.sim.redis.client import SimulatedSyncRedis
+from meshrl.sim.redis.server import RedisServer
+from meshrl.sim.redis.state import state_on
 from tests import ends
 from tests.load import scaled
 from tests.meshes import PATIENT

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.base.errors import MeshError
-from common.weights.bulk.channel import FRAME_BYTES
-from common.weights.bulk.server import STRANGERS
-from common.weights.bulk.serving import Serving
-from common.weights.bulk.session import ANSWER, GET, HAS, PUT, REQUEST, REST, WHERE
-from common.weights.chunks.verified import NAME
-from common.weights.handshakes.handshake import SUITES
+from meshrl.common.base.errors import MeshError
+from meshrl.common.weights.bulk.channel import FRAME_BYTES
+from meshrl.common.weights.bulk.server import STRANGERS
+from meshrl.common.weights.bulk.serving import Serving
+from meshrl.common.weights.bulk.session import ANSWER, GET, HAS, PUT, REQUEST, REST, WHERE
+from meshrl.common.weights.chunks.verified import NAME
+from meshrl.common.weights.handshakes.handshake import SUITES
 from tests.unit.common.weights.bulk.knocking import CONTENT, Port, all_of
 
 SLOW = settings(

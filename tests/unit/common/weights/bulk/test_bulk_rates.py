@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from common.base.host.settings import MeshSettings
-from common.mesh.process.host import SystemHost
-from common.state.registry import Entry
-from common.weights.bulk.channel import BURST_S, LEAST_BYTES, LONGEST_S, PIECE_S, Rate, Rates
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.weights.chunks.partial import Partial
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.channel import BURST_S, LEAST_BYTES, LONGEST_S, PIECE_S, Rate, Rates
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.weights.chunks.partial import Partial
 from tests.unit.common.mesh.runtime.talking import Join
 
 SECRET = "5e" * 32

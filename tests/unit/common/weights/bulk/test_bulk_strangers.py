@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import HandshakeFailed, PeerLost
-from common.base.host.settings import MeshSettings
-from common.mesh.process.host import SystemHost
-from common.state.registry import Entry
-from common.weights.bulk.doors import InterpreterDoor
-from common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from common.weights.bulk.server import CONNECTIONS, PROOF_S, STRANGERS
-from common.weights.bulk.session import REQUEST
-from common.weights.handshakes.handshake import ClientHandshake, ServerHandshake
+from meshrl.common.base.errors import HandshakeFailed, PeerLost
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.weights.bulk.server import CONNECTIONS, PROOF_S, STRANGERS
+from meshrl.common.weights.bulk.session import REQUEST
+from meshrl.common.weights.handshakes.handshake import ClientHandshake, ServerHandshake
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join
 

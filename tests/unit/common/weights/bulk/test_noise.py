@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from common.weights.handshakes.noise import (
+from meshrl.common.weights.handshakes.noise import (
     AES_GCM,
     CHACHA_POLY,
     TAG_BYTES,

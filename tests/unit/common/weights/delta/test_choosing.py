@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.weights.delta.choosing import delta_first, worth_waiting
+from meshrl.common.weights.delta.choosing import delta_first, worth_waiting
 
 MIB = 1 << 20
 SLOW, FAST = 25e6, 5e9  # bytes a second: 200 Mbit/s, and more than a core applies

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from common.api.weights import Tensor
-from common.base.digest import digest_of
-from common.base.errors import BadMessage, Damaged
-from common.weights.delta.codec import (
+from meshrl.common.api.weights import Tensor
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import BadMessage, Damaged
+from meshrl.common.weights.delta.codec import (
     BLOCK_BYTES,
     applied,
     decoded,
@@ -27,7 +27,7 @@ from common.weights.delta.codec import (
     most_changed,
     width_of,
 )
-from kernels import delta
+from meshrl.kernels import delta
 
 Run = NDArray[np.uint8]
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from itertools import zip_longest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.api.weights import Tensor
-from common.weights.delta.codec import Pair, grouped, paired
+from meshrl.common.api.weights import Tensor
+from meshrl.common.weights.delta.codec import Pair, grouped, paired
 
 
 def piece(name: str, begin: int, chunk: str, offset: int = 0, end: int = -1) -> Tensor:

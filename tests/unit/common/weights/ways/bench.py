@@ -8,19 +8,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from common.api.trainer import BroadcastPlace, Gather, Trainer
-from common.base.clock import SystemClock
-from common.base.digest import digest_of
-from common.base.host.settings import MeshSettings
-from common.mesh.runtime.calls.actor import Actor, call
-from common.mesh.runtime.mesh import Mesh
-from common.state.redis.client import State
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.store import host_chunks
-from common.weights.store.host_chunks import WantedVersion
-from common.weights.ways.broadcasting import Broadcasts
-from common.weights.ways.collective import Collective
-from sim.redis.state import simulated_state
+from meshrl.common.api.trainer import BroadcastPlace, Gather, Trainer
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.store import host_chunks
+from meshrl.common.weights.store.host_chunks import WantedVersion
+from meshrl.common.weights.ways.broadcasting import Broadcasts
+from meshrl.common.weights.ways.collective import Collective
+from meshrl.sim.redis.state import simulated_state
 from tests.answering import answering
 from tests.meshes import on_sockets
 

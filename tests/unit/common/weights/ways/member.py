@@ -10,9 +10,9 @@ import signal
 import sys
 from datetime import timedelta
 
-from common.api.trainer import BroadcastPlace, Sender
-from common.weights.ways.collective import BroadcastGroup
-from common.weights.ways.meeting import store_at
+from meshrl.common.api.trainer import BroadcastPlace, Sender
+from meshrl.common.weights.ways.collective import BroadcastGroup
+from meshrl.common.weights.ways.meeting import store_at
 
 print("ready", flush=True)
 told = json.loads(sys.stdin.readline())

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import NotFound, PeerLost
-from common.state import events
-from common.weights.chunks.chunks import ChunkStore
-from common.weights.store.host_chunks import WantedVersion
-from common.weights.ways import bringing as module
-from common.weights.ways.bringing import EVENT, Bringing
+from meshrl.common.base.errors import NotFound, PeerLost
+from meshrl.common.state import events
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.store.host_chunks import WantedVersion
+from meshrl.common.weights.ways import bringing as module
+from meshrl.common.weights.ways.bringing import EVENT, Bringing
 from tests.load import scaled
 from tests.unit.common.weights.ways.bench import Bench, benched
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.weights.ways.choosing import GAIN, LEAST_BYTES, LONGEST_REST, REST, Choosing
+from meshrl.common.weights.ways.choosing import GAIN, LEAST_BYTES, LONGEST_REST, REST, Choosing
 
 SIZE = 1 << 30
 WAYS = ["pull", "collective"]

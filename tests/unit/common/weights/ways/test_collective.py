@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common.api.trainer import BroadcastPlace, Gather
-from common.base.errors import PeerLost, StorageFull
-from common.weights.ways import broadcasting
+from meshrl.common.api.trainer import BroadcastPlace, Gather
+from meshrl.common.base.errors import PeerLost, StorageFull
+from meshrl.common.weights.ways import broadcasting
 from tests.load import scaled
 from tests.unit.common.weights.ways.bench import MANIFEST, benched
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 from meshrl.launch.checks import addresses
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 

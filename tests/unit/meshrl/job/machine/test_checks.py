@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from common.base.errors import ConfigError
 from meshrl.cli import app
+from meshrl.common.base.errors import ConfigError
 from meshrl.job import jobfile
 from meshrl.job.checks.machine import all_checks as checks
 from meshrl.job.toml.writing import to_toml

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.mesh.process.handle import usage_of
+from meshrl.common.mesh.process.handle import usage_of
 from meshrl.job.checks.machine import modules
 from tests.load import scaled
 from tests.unit.meshrl.job.machine.conftest import read, refusal

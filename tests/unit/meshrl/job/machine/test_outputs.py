@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import MeshError, Refused
-from common.base.files.at_url import AtUrl
-from common.job.config import JobConfig
+from meshrl.common.base.errors import MeshError, Refused
+from meshrl.common.base.files.at_url import AtUrl
+from meshrl.common.job.config import JobConfig
 from meshrl.directory.claims import claimed
 from meshrl.job.checks.machine import outputs
 from tests.unit.meshrl.job.machine.conftest import read

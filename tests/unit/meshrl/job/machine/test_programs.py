@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError
 from meshrl.job.checks.machine import devices, programs
 from tests.gpus.driver import DRIVER_NOT_LOADED, Gpus
 from tests.load import scaled

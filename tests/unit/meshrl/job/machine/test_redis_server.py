@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common.base.errors import ConfigError, MeshError, StateUnavailable
-from common.state.redis import embedded
-from common.state.redis.client import State
+from meshrl.common.base.errors import ConfigError, MeshError, StateUnavailable
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.client import State
 from meshrl.launch.checks import redis_server
 from tests.load import scaled
 
