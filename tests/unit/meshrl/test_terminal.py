@@ -21,7 +21,7 @@ from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.base.host.terminal import guarded_output
 from meshrl.directory.places import MeshPlace
 from meshrl.view.terminal import Console
-from tests.unit.common.base.test_terminal import ATTACKS, is_plain
+from tests.unit.common.base.test_texts import ATTACKS, is_plain
 from tests.unit.meshrl.view.test_samples import sample
 
 ATTACK = "".join(ATTACKS)

@@ -15,7 +15,7 @@ from meshrl.common.mesh.runtime.seams import Seams, Terms
 from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.network import Faults, MemoryNetwork, MemoryTransport
 from meshrl.sim.redis.state import simulated_state
-from tests.simulated_host import SimulatedHost
+from tests.simulated_host import SimulatedHost, staged
 from tests.unit.common.mesh.runtime.talking import Number, Talk, Talker, Text
 
 
@@ -118,48 +118,42 @@ def test_a_stream_is_in_order_over_a_network_that_reorders_and_repeats() -> None
     assert simulate(story, faults=faults) == list(range(300))
 
 
-def test_a_partition_is_a_deadline_and_heals() -> None:
-    async def story(world: World) -> None:
-        a, b = await world.join("a", Talker()), await world.join("b")
-        world.network.partition(a.transport.address, b.transport.address)
-        start = world.clock.monotonic()
-        with pytest.raises(DeadlineExceeded):
-            await b.ref("a").call(Talk.echo, Text("anyone?"), deadline_s=10.0)
-        assert 10.0 <= world.clock.monotonic() - start < 10.1
-        world.network.heal(a.transport.address, b.transport.address)
-        assert await b.ref("a").call(Talk.echo, Text("again")) == Text("again")
-
-    simulate(story)
+@staged(simulate)
+async def test_a_partition_is_a_deadline_and_heals(world: World) -> None:
+    a, b = await world.join("a", Talker()), await world.join("b")
+    world.network.partition(a.transport.address, b.transport.address)
+    start = world.clock.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        await b.ref("a").call(Talk.echo, Text("anyone?"), deadline_s=10.0)
+    assert 10.0 <= world.clock.monotonic() - start < 10.1
+    world.network.heal(a.transport.address, b.transport.address)
+    assert await b.ref("a").call(Talk.echo, Text("again")) == Text("again")
 
 
-def test_what_a_stopped_process_is_sent_waits_for_it() -> None:
-    async def story(world: World) -> None:
-        a, b = await world.join("a", Talker()), await world.join("b")
-        world.network.pause(a.transport.address)
-        call = asyncio.create_task(b.ref("a").call(Talk.echo, Text("wake up")))
-        await world.clock.sleep(5)
-        assert not call.done()
-        world.network.resume(a.transport.address)
-        assert await call == Text("wake up")
-
-    simulate(story)
+@staged(simulate)
+async def test_what_a_stopped_process_is_sent_waits_for_it(world: World) -> None:
+    a, b = await world.join("a", Talker()), await world.join("b")
+    world.network.pause(a.transport.address)
+    call = asyncio.create_task(b.ref("a").call(Talk.echo, Text("wake up")))
+    await world.clock.sleep(5)
+    assert not call.done()
+    world.network.resume(a.transport.address)
+    assert await call == Text("wake up")
 
 
-def test_an_idempotent_call_outlives_its_actor_and_another_does_not() -> None:
-    async def story(world: World) -> None:
-        a, b = await world.join("a", Talker()), await world.join("b")
-        ref = b.ref("a")
-        assert await ref.call(Talk.count, Number(0)) == Number(1)
-        world.network.pause(a.transport.address)  # the requests arrive, the answers never leave
-        once = asyncio.create_task(outcome(ref.call(Talk.count, Number(1))))
-        again = asyncio.create_task(outcome(ref.call(Talk.count_idempotent, Number(1))))
-        await world.clock.sleep(1)
-        await a.leave()
-        await world.join("a", Talker())
-        assert await once == PeerLost.code
-        assert await again == repr(Number(1))
-
-    simulate(story)
+@staged(simulate)
+async def test_an_idempotent_call_outlives_its_actor_and_another_does_not(world: World) -> None:
+    a, b = await world.join("a", Talker()), await world.join("b")
+    ref = b.ref("a")
+    assert await ref.call(Talk.count, Number(0)) == Number(1)
+    world.network.pause(a.transport.address)  # the requests arrive, the answers never leave
+    once = asyncio.create_task(outcome(ref.call(Talk.count, Number(1))))
+    again = asyncio.create_task(outcome(ref.call(Talk.count_idempotent, Number(1))))
+    await world.clock.sleep(1)
+    await a.leave()
+    await world.join("a", Talker())
+    assert await once == PeerLost.code
+    assert await again == repr(Number(1))
 
 
 def test_a_lease_is_kept_and_ends_when_it_is_taken_away() -> None:

@@ -21,6 +21,7 @@ from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.redis.server import Full, NotSimulated, RedisServer
 from meshrl.sim.redis.state import simulated_state, state_on
 from tests.contract.state.state_bench import HandClock
+from tests.simulated_host import staged
 
 TTL_MS = 600_000
 ORDERS = """
@@ -68,125 +69,111 @@ def in_scene(play: Callable[[Scene], Awaitable[None]]) -> None:
     run_virtual(main)
 
 
-def test_a_server_that_is_away_is_unavailable_until_it_is_back_with_all_it_had() -> None:
-    async def play(scene: Scene) -> None:
-        scene.faults.away = True
-        began = scene.clock.monotonic()
-        with pytest.raises(StateUnavailable, match="does not answer"):
-            await events.append(scene.state, "refused", {})
-        assert 1 < scene.clock.monotonic() - began < 3  # it asked again, as redis-py does
-        with pytest.raises(StateUnavailable):
-            scene.keeps()
-        await scene.clock.sleep(4)
-        assert scene.state.away_ms() >= 4000
+@staged(in_scene)
+async def test_a_server_that_is_away_is_unavailable_until_it_is_back_with_all_it_had(
+    scene: Scene,
+) -> None:
+    scene.faults.away = True
+    began = scene.clock.monotonic()
+    with pytest.raises(StateUnavailable, match="does not answer"):
+        await events.append(scene.state, "refused", {})
+    assert 1 < scene.clock.monotonic() - began < 3  # it asked again, as redis-py does
+    with pytest.raises(StateUnavailable):
+        scene.keeps()
+    await scene.clock.sleep(4)
+    assert scene.state.away_ms() >= 4000
+    scene.faults.away = False
+    assert scene.keeps()
+    assert scene.state.away_ms() == 0
+    assert await scene.kinds() == ["leader"]
+
+
+@staged(in_scene)
+async def test_an_outage_that_is_shorter_than_the_clients_patience_is_not_seen(
+    scene: Scene,
+) -> None:
+    scene.faults.away = True
+
+    def back() -> None:
         scene.faults.away = False
-        assert scene.keeps()
-        assert scene.state.away_ms() == 0
-        assert await scene.kinds() == ["leader"]
 
-    in_scene(play)
-
-
-def test_an_outage_that_is_shorter_than_the_clients_patience_is_not_seen() -> None:
-    async def play(scene: Scene) -> None:
-        scene.faults.away = True
-
-        def back() -> None:
-            scene.faults.away = False
-
-        waiting = asyncio.create_task(scene.after_s(0.7, back))
-        await events.append(scene.state, "late", {})
-        await waiting
-        assert await scene.kinds() == ["leader", "late"]
-
-    in_scene(play)
+    waiting = asyncio.create_task(scene.after_s(0.7, back))
+    await events.append(scene.state, "late", {})
+    await waiting
+    assert await scene.kinds() == ["leader", "late"]
 
 
-def test_a_command_whose_reply_is_lost_has_run_and_is_sent_again() -> None:
-    async def play(scene: Scene) -> None:
-        scene.faults.lost_replies = 1
-        await scene.state.command("INCR", "count")
-        assert await scene.state.command("GET", "count") == "2"
-        began = scene.clock.monotonic()
-        scene.faults.lost_replies = 2
-        await events.append(
-            scene.state, "once", {}
-        )  # under one operation, however often it is sent
-        assert scene.clock.monotonic() - began > 2 * SOCKET_TIMEOUT_S
-        assert await scene.kinds() == ["leader", "once"]
-        scene.faults.lost_replies = 1
-        assert scene.keeps()
-
-    in_scene(play)
+@staged(in_scene)
+async def test_a_command_whose_reply_is_lost_has_run_and_is_sent_again(scene: Scene) -> None:
+    scene.faults.lost_replies = 1
+    await scene.state.command("INCR", "count")
+    assert await scene.state.command("GET", "count") == "2"
+    began = scene.clock.monotonic()
+    scene.faults.lost_replies = 2
+    await events.append(scene.state, "once", {})  # under one operation, however often it is sent
+    assert scene.clock.monotonic() - began > 2 * SOCKET_TIMEOUT_S
+    assert await scene.kinds() == ["leader", "once"]
+    scene.faults.lost_replies = 1
+    assert scene.keeps()
 
 
-def test_replies_that_are_lost_for_good_are_an_error_of_the_caller() -> None:
-    async def play(scene: Scene) -> None:
-        scene.faults.lost_replies = RETRIES + 1
-        with pytest.raises(StateUnavailable):
-            await events.append(scene.state, "unheard", {})
-        scene.faults.lost_replies = 0
-        assert await scene.kinds() == ["leader", "unheard"]
-
-    in_scene(play)
+@staged(in_scene)
+async def test_replies_that_are_lost_for_good_are_an_error_of_the_caller(scene: Scene) -> None:
+    scene.faults.lost_replies = RETRIES + 1
+    with pytest.raises(StateUnavailable):
+        await events.append(scene.state, "unheard", {})
+    scene.faults.lost_replies = 0
+    assert await scene.kinds() == ["leader", "unheard"]
 
 
-def test_a_slow_server_answers_late_and_one_that_is_too_slow_not_at_all() -> None:
-    async def play(scene: Scene) -> None:
-        began = scene.clock.monotonic()
-        scene.faults.delay_s = 0.25
-        await events.append(scene.state, "late", {})
-        assert scene.clock.monotonic() - began == pytest.approx(0.25)
-        scene.faults.delay_s = RENEWAL_TIMEOUT_S + 1
-        await scene.kinds()  # the loop's client has more patience than the thread's
-        with pytest.raises(StateUnavailable):
-            scene.keeps()
-        scene.faults.delay_s = SOCKET_TIMEOUT_S + 1
-        with pytest.raises(StateUnavailable):
-            await scene.kinds()
-
-    in_scene(play)
+@staged(in_scene)
+async def test_a_slow_server_answers_late_and_one_that_is_too_slow_not_at_all(scene: Scene) -> None:
+    began = scene.clock.monotonic()
+    scene.faults.delay_s = 0.25
+    await events.append(scene.state, "late", {})
+    assert scene.clock.monotonic() - began == pytest.approx(0.25)
+    scene.faults.delay_s = RENEWAL_TIMEOUT_S + 1
+    await scene.kinds()  # the loop's client has more patience than the thread's
+    with pytest.raises(StateUnavailable):
+        scene.keeps()
+    scene.faults.delay_s = SOCKET_TIMEOUT_S + 1
+    with pytest.raises(StateUnavailable):
+        await scene.kinds()
 
 
 @pytest.mark.parametrize("full", [Full.MEMORY, Full.DISK])
-def test_a_full_server_refuses_writes_and_still_reads(full: Full) -> None:
-    async def play(scene: Scene) -> None:
-        scene.faults.full = full
-        with pytest.raises(StateUnavailable, match="refuses writes"):
-            await events.append(scene.state, "refused", {})
-        with pytest.raises(StateUnavailable, match="refuses writes"):
-            scene.keeps()
-        assert await leader.leader(scene.state, "planner") == ("me", scene.token)
-        scene.faults.full = Full.NO
-        await events.append(scene.state, "after", {})
-        assert await scene.kinds() == ["leader", "after"]
-
-    in_scene(play)
+@staged(in_scene)
+async def test_a_full_server_refuses_writes_and_still_reads(scene: Scene, full: Full) -> None:
+    scene.faults.full = full
+    with pytest.raises(StateUnavailable, match="refuses writes"):
+        await events.append(scene.state, "refused", {})
+    with pytest.raises(StateUnavailable, match="refuses writes"):
+        scene.keeps()
+    assert await leader.leader(scene.state, "planner") == ("me", scene.token)
+    scene.faults.full = Full.NO
+    await events.append(scene.state, "after", {})
+    assert await scene.kinds() == ["leader", "after"]
 
 
-def test_a_server_that_lost_all_it_had_goes_on_empty() -> None:
-    async def play(scene: Scene) -> None:
-        await scene.clock.sleep(1)
-        scene.server.lose()
-        assert await scene.kinds() == []
-        assert not scene.keeps()
-        assert await leader.campaign(scene.state, "planner", "you", TTL_MS) > scene.token
-
-    in_scene(play)
+@staged(in_scene)
+async def test_a_server_that_lost_all_it_had_goes_on_empty(scene: Scene) -> None:
+    await scene.clock.sleep(1)
+    scene.server.lose()
+    assert await scene.kinds() == []
+    assert not scene.keeps()
+    assert await leader.campaign(scene.state, "planner", "you", TTL_MS) > scene.token
 
 
-def test_others_run_between_a_command_and_its_reply() -> None:
-    async def play(scene: Scene) -> None:
-        order: list[str] = []
+@staged(in_scene)
+async def test_others_run_between_a_command_and_its_reply(scene: Scene) -> None:
+    order: list[str] = []
 
-        async def counts(name: str) -> None:
-            order.append(f"{name} {await scene.state.command('INCR', 'count')}")
-            order.append(f"{name} {await scene.state.command('GET', 'count')}")
+    async def counts(name: str) -> None:
+        order.append(f"{name} {await scene.state.command('INCR', 'count')}")
+        order.append(f"{name} {await scene.state.command('GET', 'count')}")
 
-        await asyncio.gather(counts("a"), counts("b"))
-        assert order == ["a 1", "b 2", "a 2", "b 2"]
-
-    in_scene(play)
+    await asyncio.gather(counts("a"), counts("b"))
+    assert order == ["a 1", "b 2", "a 2", "b 2"]
 
 
 @pytest.mark.parametrize(

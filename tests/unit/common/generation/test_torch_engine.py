@@ -1,19 +1,32 @@
-"""The built-in engine computes what the model says, however it batches, caches and copies."""
+"""The built-in engine on every path: it computes what the model gives, however it batches."""
 
 from __future__ import annotations
 
+import logging
+import platform
+import shutil
+import subprocess
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from meshrl.common.base.errors import ConfigError, Refused
-from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.builtin.build import TorchEngine, build
+from meshrl.common.generation.builtin.engine import EngineOptions
+from meshrl.common.generation.steps.native import NativeCompute
+from meshrl.common.hardware.gpus.computing import NoGpuPath
 from meshrl.common.model.network.decoder import Decoder
+from meshrl.kernels.build import COMPILERS, FLAGS, SOURCES, Library
 from tests.attention import causal_attention
+from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import (
+    TINY,
     VOCAB,
     Heard,
     Listener,
@@ -21,6 +34,9 @@ from tests.unit.common.generation.engines_under_test import (
     decoder,
     request,
 )
+
+TARGETS = {"x86_64": ("haswell", "x86-64-v2"), "aarch64": ("armv8-a",)}.get(platform.machine(), ())
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 
 
 def expected_logprobs(model: Decoder, context: list[int], new: list[int], temperature: float = 1.0):  # type: ignore[no-untyped-def]
@@ -290,3 +306,53 @@ def test_scoring_agrees_with_generating(make: Make) -> None:
 def test_slots_longer_than_the_model_are_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match="positions"):
         make(max_length=1025)
+
+
+@pytest.mark.rotating(4)
+@pytest.mark.needs("compiler")
+@pytest.mark.parametrize("storage", ["float", "bf16"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_computes_what_the_model_says(target: str, storage: str, tmp_path: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)))
+    path = tmp_path / "decoder.so"
+    flags = [flag for flag in FLAGS if not flag.startswith(("-O", "-march"))]
+    more = ["-Og", f"-march={target}", f"-DMESHRL_STORAGE={storage}"]
+    command = [compiler, *flags, *more, str(SOURCES / "decoder.cpp"), "-o", str(path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=scaled(100))
+    slots = Slots(4, 256)
+    compute = NativeCompute(Library(path), TINY, slots, 80)
+    memory = PagedMemory(slots, 80, compute.copy)
+    compute.attach(memory.table)
+    engine = TorchEngine(slots, compute, memory, TINY, target, EngineOptions())
+    engine.wake(decoder().state_dict(), 0)
+    contexts = {i: words(i, 3 + 45 * i) for i in range(5)}
+    heard = Listener(engine).run(*(request(i, c, max_new=20) for i, c in contexts.items()))
+    for i, context in contexts.items():
+        if storage == "float":
+            holds(heard[i], decoder(), context)
+        else:
+            scored = engine.score(np.array([*context, *heard[i].tokens]))[len(context) - 1 :]
+            np.testing.assert_allclose(heard[i].logprobs, scored, atol=1e-3)
+
+
+@no_gpu
+@pytest.mark.parametrize("path", ["auto", "graphs"])
+def test_without_its_gpu_an_engine_is_refused_and_does_not_decode_on_the_cpu(path: str) -> None:
+    with pytest.raises(
+        NoGpuPath, match=r"the engine cannot compute on a GPU: torch .* built "
+    ) as told:
+        build(TINY, 2, 64, path=path, device="cuda")
+    assert told.value.where == "mesh.device" and "--device cpu" in told.value.fix
+
+
+def test_the_cpu_is_taken_beside_a_gpu_where_it_is_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = build(TINY, 2, 64, path="eager", device="cuda")
+    assert engine.path == "torch eager, float32 (asked for)"
+    assert "decodes on the CPU of a worker with a GPU" in caplog.text
+
+
+def test_a_worker_of_the_cpu_computes_there_whatever_the_host_has() -> None:
+    assert build(TINY, 2, 64, path="graphs").path == "graphs, float32, cpu"

@@ -1,12 +1,15 @@
-"""Weights that are not whole are found from the headers of their files."""
+"""Files of weights: whole, read by rows, written by tensors, and their memory."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +20,10 @@ from meshrl.common.model.architecture.architectures import ARCHITECTURES
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.files import checkpoint_files
 from meshrl.common.model.files.hf import save_model, state_to_hf
-from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.files.rows import Beginning, Drawn, StoredRows, load_model, normal_rows
+from meshrl.common.model.files.safetensors_file import Unfinished
+from meshrl.common.model.network.decoder import Decoder, Layer
+from tests.load import scaled
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -30,6 +36,55 @@ CONFIG = ModelConfig(
     ffn_size=12,
 )
 NAME = "model.layers.1.mlp.down_proj.weight"
+TENSORS = {
+    "b": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "a": torch.tensor(7, dtype=torch.int64),
+    "narrow": torch.arange(3, dtype=torch.bfloat16),
+    "none": torch.zeros(0, 4),
+    "c": torch.arange(6, dtype=torch.float32).reshape(3, 2).T,
+}
+DENSE = {
+    "model_type": "qwen2",  # biases of queries, keys and values
+    "vocab_size": 53,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+MIXTURE = DENSE | {
+    "model_type": "qwen2_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 20,
+    "mlp_only_layers": [1],
+    "tie_word_embeddings": False,
+}
+NORMED = DENSE | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": False}
+MODELS = {"dense": DENSE, "mixture": MIXTURE, "normed": NORMED}
+# Every second of many blocks is freed, while the heap is kept as a role process has it.
+PROGRAM = """
+import sys
+import torch
+from meshrl.common.model.files.storages import return_blocks
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+if sys.argv[1] == "returned":
+    return_blocks(1 << 20)
+blocks = [torch.ones(1 << 20) for _ in range(32)]
+before = resident()
+del blocks[::2]
+print((before - resident()) >> 20)
+"""
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 
 
 def of(architecture: str) -> ModelConfig:
@@ -203,3 +258,113 @@ def test_a_weight_that_is_no_number_is_found_in_every_type(
         save_file({"odd": torch.ones(3, dtype=torch.int8), NAME: weights}, file)
         with pytest.raises(ConfigError, match=f"tensor {NAME} has 1 of 4 weights"):
             checkpoint_files.check_finite(tmp_path)
+
+
+def test_its_bytes_are_those_of_safetensors(tmp_path: Path) -> None:
+    whole = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
+    save_file(whole, tmp_path / "theirs", metadata={"format": "pt"})
+    file = Unfinished(tmp_path / "ours", {name: t.to("meta") for name, t in TENSORS.items()})
+    for name, tensor in reversed(TENSORS.items()):
+        assert not (tmp_path / "ours").exists()
+        file.put(name, tensor)
+    file.finish()
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_it_does_not_appear_without_all_of_them(tmp_path: Path) -> None:
+    file = Unfinished(tmp_path / "ours", TENSORS)
+    file.put("a", TENSORS["a"])
+    with pytest.raises(ValueError, match="b was not written"):
+        file.finish()
+    assert not (tmp_path / "ours").exists()
+
+
+def drawn_whole(config: ModelConfig) -> Decoder:
+    model = Decoder(config)
+    generator = torch.Generator()
+    generator.manual_seed(11)
+    model.initialise(generator)
+    return model
+
+
+def in_rows(model: Decoder, beginning: Beginning, rank: int, ranks: int) -> dict[str, Any]:
+    """What one of several ranks gets of each parameter."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        total = parameter.shape[0]
+        each = -(-total // ranks)
+        first = min(rank * each, total)
+        into = torch.full((min(first + each, total) - first, *parameter.shape[1:]), torch.nan)
+        beginning.fill(name, parameter.shape, first, into)
+        found[name] = into
+    return found
+
+
+def assert_whole(model: Decoder, parts: list[dict[str, Any]]) -> None:
+    for name, parameter in model.named_parameters():
+        assert torch.equal(torch.cat([part[name] for part in parts]), parameter.detach()), name
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (5, 3), (4, 4), (16,), (33, 31), (40, 64), (1, 17)])
+@pytest.mark.parametrize("block", [16, 64, 1 << 22])
+def test_blocks_are_drawn_as_the_whole_is(shape: tuple[int, ...], block: int) -> None:
+    one, other = torch.Generator(), torch.Generator()
+    one.manual_seed(3)
+    other.manual_seed(3)
+    whole = torch.empty(shape).normal_(std=0.7, generator=one)
+    for first in range(shape[0]):
+        other.manual_seed(3)
+        into = torch.empty(shape[0] - first, *shape[1:])
+        normal_rows(torch.Size(shape), 0.7, other, first, into, block)
+        assert torch.equal(into, whole[first:])
+    assert torch.equal(one.get_state(), other.get_state())  # the next parameter is right, too
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_a_fresh_model_in_rows_is_the_whole_one(kind: str, ranks: int) -> None:
+    config = ModelConfig.from_hf(MODELS[kind])
+    model = drawn_whole(config)
+    assert_whole(model, [in_rows(model, Drawn(config, 11), r, ranks) for r in range(ranks)])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])
+def test_rows_of_a_directory_are_those_of_the_model_that_it_holds(
+    kind: str, shard_bytes: int, tmp_path: Path
+) -> None:
+    config = ModelConfig.from_hf(MODELS[kind])
+    save_model(tmp_path, config, drawn_whole(config).state_dict(), shard_bytes=shard_bytes)
+    config, model = load_model(tmp_path)
+    beginning = StoredRows(tmp_path, config)
+    assert_whole(model, [in_rows(model, beginning, rank, 3) for rank in range(3)])
+
+
+def test_weights_that_are_none_and_tensors_of_another_shape_are_named(tmp_path: Path) -> None:
+    config = ModelConfig.from_hf(DENSE)
+    model = drawn_whole(config)
+    with torch.no_grad():
+        cast(Layer, model.layers[1]).down[20, 3] = torch.nan
+    save_model(tmp_path, config, model.state_dict())
+    beginning = StoredRows(tmp_path, config)
+    assert in_rows(model, beginning, 0, 2)  # whose rows are well
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.weight has 1 of"):
+        in_rows(model, beginning, 1, 2)
+    other = ModelConfig.from_hf(DENSE | {"intermediate_size": 48})
+    with pytest.raises(ConfigError, match=r"is \[40, 24\], not \[48, 24\]"):
+        StoredRows(tmp_path, other)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="the model cannot be read: OSError"):
+        in_rows(model, beginning, 0, 2)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("how", "freed_mib"), [("kept", 0), ("returned", 64)])
+def test_large_blocks_go_back_where_that_is_wished(how: str, freed_mib: int) -> None:
+    words = [sys.executable, "-c", PROGRAM, how]
+    environment = os.environ | KEPT
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=scaled(120.0)
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == pytest.approx(freed_mib, abs=8)

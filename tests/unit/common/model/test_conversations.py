@@ -1,4 +1,4 @@
-"""Conversations in a chat format: ids only grow, and say what the template would."""
+"""Messages of rows and environments, and conversations in a chat format."""
 
 from __future__ import annotations
 
@@ -12,13 +12,86 @@ from hypothesis import strategies as st
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.chat.chat import Chat, format_of
+from meshrl.common.model.chat.messages import ROLES, BadMessages, conversation_of, message_of
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.chatting import qwen3_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+NULL = {"a": None}
+TAKEN: list[tuple[Any, list[dict[str, Any]]]] = [
+    ("hi", [USER]),
+    ([USER], [USER]),
+    ([USER | {"name": None, "tool_calls": None, "tool_call_id": None}], [USER]),
+    ([{"role": "developer", "content": "Be brief."}, USER], [{"role": "developer"}, USER]),
+    ([USER | {"content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}], [USER]),
+    ([USER | {"content": [{"type": "text", "text": "hi", "image_url": None}]}], [USER]),
+    ([USER | {"content": ["h", "i"]}], [USER]),
+    ([USER | {"content": ""}], [USER | {"content": ""}]),
+    (
+        [{"role": "assistant", "content": None, "tool_calls": [CALL]}],
+        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
+    ),
+    (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": None}}]}],
+        [{"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}],
+    ),
+    (  # as Arrow fills what another call of the column has
+        [
+            USER | {"tool_calls": None},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"function": {"name": "add", "arguments": {"a": 1, "to": None}}, "id": None}
+                ],
+            },
+        ],
+        [USER, {"tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}],
+    ),
+    (  # a null that somebody wrote
+        [
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": NULL}}],
+            }
+        ],
+        [{"tool_calls": [{"function": {"name": "f", "arguments": NULL}}]}],
+    ),
+]
+REFUSED: list[tuple[Any, str]] = [
+    (None, "messages are a text or a list, not None"),
+    (5, "messages are a text or a list, not 5"),
+    (USER, "messages are a text or a list, not {'role'"),
+    ([], "the list of messages is empty"),
+    (["hi"], "message 1 is no {'role', 'content'}, but 'hi'"),
+    ([USER, None], "message 2 is no {'role', 'content'}, but None"),
+    ([{"content": "hi"}], "message 1 has no role; it has 'content'"),
+    ([{"from": "human", "value": "hi"}], "message 1 has no role; it has 'from', 'value'"),
+    (
+        [USER, {"role": "nobody", "content": ""}],
+        "message 2 has the role 'nobody'; known are",
+    ),
+    ([{"role": 5, "content": ""}], "message 1 has the role 5"),
+    ([{"role": "user"}], "message 1 (user) has no content"),
+    ([USER | {"content": None}], "message 1 (user) has no content"),
+    ([{"role": "assistant", "content": None, "tool_calls": []}], "(assistant) has no content"),
+    ([USER | {"content": 5}], "message 1 (user): its content is of type 'int'"),
+    ([USER | {"content": {"text": "hi"}}], "its content is of type 'dict', not a text"),
+    ([USER | {"content": [{"type": "image_url"}]}], "is of type 'image_url', not a text"),
+    ([USER | {"content": [5]}], "is of type 'int', not a text"),
+    ([USER | {"tool_calls": {"name": "f"}}], "its tool_calls are of type 'dict', not a list"),
+    ([USER | {"tool_calls": [{"name": "f"}]}], "a tool call is no {'function'"),
+    ([USER | {"tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}], "arguments of a"),
+]
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+
 pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
+
 
 # ChatML with Hermes tools as a Jinja template, of what Qwen3's does with turns that do not reason.
 TEMPLATE = r"""
@@ -45,6 +118,7 @@ TEMPLATE = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
+
 
 TOOL = {
     "type": "function",
@@ -85,6 +159,8 @@ def template(directory: Path) -> PreTrainedTokenizerFast:
 words = st.text(
     st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=12
 ).map(lambda t: t.strip() or "x")
+
+
 answers = st.lists(
     st.one_of(
         st.builds(lambda c: {"role": "user", "content": c}, words),
@@ -93,8 +169,12 @@ answers = st.lists(
     min_size=1,
     max_size=3,
 )
+
+
 # Any ids: halves of characters, special tokens in odd places, turns cut short or never closed.
 turns = st.lists(st.integers(0, 328), min_size=1, max_size=24)
+
+
 relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -236,3 +316,25 @@ def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: 
         )
         if not problem:
             assert call.arguments == arguments
+
+
+def test_messages_are_taken_without_what_stands_for_nothing() -> None:
+    for value, expected in TAKEN:
+        found = conversation_of(value, ROLES)
+        assert len(found) == len(expected), value
+        for message, part in zip(found, expected, strict=True):
+            assert message | part == message, value
+            assert None not in message.values(), value
+
+
+def test_messages_that_no_format_takes_are_each_told_in_a_sentence_of_their_own() -> None:
+    for value, says in REFUSED:
+        with pytest.raises(BadMessages) as caught:
+            conversation_of(value, ROLES)
+        assert says in str(caught.value), value
+
+
+def test_an_environment_may_name_a_role_of_its_format() -> None:
+    assert conversation_of([{"role": "ipython", "content": "3"}])[0]["role"] == "ipython"
+    with pytest.raises(BadMessages, match="the answer has the role 'user'; known are assistant"):
+        message_of(USER, "the answer", ("assistant",))

@@ -1,4 +1,4 @@
-"""Text in, ids out, and back without loss."""
+"""Text in, ids out, and back without loss; characters that a tokenizer lacks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from tests.load import scaled
+from tests.unit.common.model.chatting import qwen3_tokenizer
 
 CHARS = '_$?[]{}#=+-*()0123456789 ,;:<>abcdefghijklmnopqrstuvwxyz\n"é'
 
@@ -139,7 +140,7 @@ def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
     import transformers
 
     from meshrl.common.model.files.hf import save_model
-    from tests.unit.common.model.test_attention import TINY, tiny_decoder
+    from tests.unit.common.model.test_decoder import TINY, tiny_decoder
 
     character_tokenizer(CHARS, tmp_path / "source" / "tokenizer.json")
     state: dict[str, torch.Tensor] = tiny_decoder().state_dict()
@@ -151,3 +152,64 @@ def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, meshrl.common.model.tokens.tokenizer; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=scaled(60)).returncode == 0
+
+
+def backend_without(unknown: str) -> Backend:
+    vocabulary = {c: i for i, c in enumerate(["<unk>", *"abcdefgh .é"])}
+    backend = Backend(models.WordLevel(vocabulary, unk_token=unknown))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    return backend
+
+
+def words() -> Backend:
+    backend = Backend(models.WordPiece({"[UNK]": 0, "ab": 1, "##c": 2, ".": 3}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return backend
+
+
+def unigram() -> Backend:
+    backend = Backend(models.Unigram([("<unk>", 0.0), *((c, -1.0) for c in "▁abc")], 0, False))
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    return backend
+
+
+def dropping() -> Backend:
+    return Backend(models.BPE({c: i for i, c in enumerate("abc ")}, []))
+
+
+def falling_back() -> Backend:
+    vocabulary = [f"<0x{i:02X}>" for i in range(256)] + ["<unk>", "a"]
+    return Backend(
+        models.BPE(
+            {t: i for i, t in enumerate(vocabulary)}, [], byte_fallback=True, unk_token="<unk>"
+        )
+    )
+
+
+CASES: list[tuple[Backend, str, list[str]]] = [
+    (backend_without("."), "abc. é", []),
+    (backend_without("."), "abc好x.好", ["好", "x"]),
+    (backend_without("<unk>"), "a\u200bx", ["\u200b", "x"]),
+    (backend_without("<unk>"), "a\n", ["\n"]),
+    (backend_without("none"), "a好", []),  # which does not encode, with an error
+    (words(), "ABC abc.\n", []),
+    (words(), "abc dba 好", ["dba", "好"]),
+    (unigram(), "abc ａ", []),
+    (unigram(), "ab x\n好a", ["x\n好"]),
+    (dropping(), "abc ", []),
+    (dropping(), "axb好", ["x", "好"]),
+    (falling_back(), "a好\U000103a0", []),
+]
+
+
+def test_dropped_and_replaced_characters_are_found() -> None:
+    for backend, text, lost in CASES:
+        found = Tokenizer(backend).lost(text)
+        assert found == lost, (backend.model, text)
+
+
+def test_tokenizers_of_bytes_and_those_that_refuse_lose_nothing(tmp_path: Path) -> None:
+    assert qwen3_tokenizer(tmp_path).lost("好\U000103a0\ufdd0") == []
+    assert character_tokenizer("ab", tmp_path / "own" / "tokenizer.json").lost("好") == []

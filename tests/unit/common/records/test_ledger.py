@@ -1,5 +1,8 @@
-"""The ledger: what was appended is read back, whole records only, by whoever comes after."""
+"""Ledgers and run files: records are read back whole by later processes."""
 
+from __future__ import annotations
+
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,10 @@ from hypothesis import strategies as st
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import BadMessage, Damaged, Refused, StorageFull
+from meshrl.common.base.files.sealed import sealed
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.records.checkpoints import best, checkpoint_name, committed, last_lineage
 from meshrl.common.records.ledger import (
     FORMAT,
     HEADER,
@@ -32,6 +37,7 @@ from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
 from tests.simulated_host import SimulatedHost
 
 HOST = SystemHost()
+WEIGHTS = "abcdef01" * 4
 
 
 def opened(group: int, member: int) -> tuple[Kind, list[object]]:
@@ -122,15 +128,15 @@ def test_a_record_with_a_wrong_byte_is_not_read(
     path.write_bytes(content)
     hit = (place - len(HEADER)) // len(one)
     assert len(list(read(path.parent))) == hit
-    for sealed, is_damage in ((len(content), True), (-1, hit < 2)):  # the last one may be torn
-        found, damaged = read_until_damaged(path, sealed)
+    for whole, is_damage in ((len(content), True), (-1, hit < 2)):  # the last one may be torn
+        found, damaged = read_until_damaged(path, whole)
         assert (len(found), damaged) == (hit, is_damage)
 
 
-def read_until_damaged(path: Path, sealed: int = -1) -> tuple[list[Record], bool]:
+def read_until_damaged(path: Path, whole: int = -1) -> tuple[list[Record], bool]:
     found: list[Record] = []
     try:
-        found.extend(record for record, _ in scan(path, sealed))
+        found.extend(record for record, _ in scan(path, whole))
     except Damaged as error:
         assert error.where == str(path)
         return found, True
@@ -294,3 +300,57 @@ def test_a_full_disk_takes_whole_records_or_none_and_goes_on_when_there_is_room(
 def test_the_text_of_a_long_turn_takes_half_its_bytes() -> None:
     text = " ".join(f"Then {n} and {n * n % 97} make {n + n * n % 97}," for n in range(60))
     assert len(frame(Kind.TURN, [1, text])) < 0.5 * len(text)
+
+
+def record(run: Path, *events: tuple[str, dict[str, object]], cut: bool = False) -> None:
+    lines = [json.dumps({"kind": kind, "fields": fields}) + "\n" for kind, fields in events]
+    (run / "events.jsonl").write_text("".join(lines) + ('{"kind": "step", "li' if cut else ""))
+
+
+def checkpoint(run: Path, lineage: int, step: int) -> str:
+    """Its name."""
+    (run / "checkpoints").mkdir(exist_ok=True)
+    name = checkpoint_name(lineage, step, WEIGHTS)
+    held = {"lineage": lineage, "step": step, "weights": WEIGHTS}
+    (run / "checkpoints" / f"{name}.json").write_bytes(sealed(held))
+    return name
+
+
+def test_a_lineage_is_above_all_that_events_and_checkpoints_tell_of(tmp_path: Path) -> None:
+    assert last_lineage(tmp_path) == 0
+    checkpoint(tmp_path, 2, 4)
+    assert last_lineage(tmp_path) == 2
+    record(tmp_path, ("step", {"lineage": 1}), ("restored", {"lineage": 5}), ("opened", {}))
+    assert last_lineage(tmp_path) == 5
+
+
+def test_the_best_version_is_one_that_the_lineage_has(tmp_path: Path) -> None:
+    def judged(step: int, best: bool = True) -> tuple[str, dict[str, object]]:
+        return "evaluation", {"best": best, "step": step, "manifest": f"m{step}", "value": 0.5}
+
+    back = ("lineage", {"lineage": 1, "version": 8})
+    for told, expected in (
+        ([judged(4), judged(10)], "m10"),
+        ([judged(4), judged(10), back], None),  # retention has let go of the one before
+        ([judged(8), judged(10, best=False), back], "m8"),
+        ([judged(10), back, judged(10)], "m10"),
+    ):
+        record(tmp_path, *told)
+        found = best(tmp_path)
+        assert (None if found is None else found.manifest) == expected
+
+
+def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
+    name = checkpoint(tmp_path, 0, 4)
+    checkpoint(tmp_path, 0, 8)
+    judged = {"best": True, "step": 4, "manifest": "m", "value": 0.5}
+    record(
+        tmp_path,
+        ("step", {"lineage": 0, "checkpoint": name}),
+        ("evaluation", judged),
+        cut=True,
+    )
+    found, top = committed(tmp_path), best(tmp_path)
+    assert found is not None and found.stem == name
+    assert top is not None and top.version == 4
+    assert last_lineage(tmp_path) == 0

@@ -1,9 +1,10 @@
-"""What each role may do in Redis: all that its code asks for, and nothing that others' does."""
+"""Rights of each role in Redis, and rules for every script."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -37,9 +38,10 @@ NEVER = {"sandbox": {"process_ended"}}
 HAND_IN = {"gateway", "person"}  # who say what a job runs
 HOST, OTHER = "here-000001", "there-000002"
 DIGEST = "5e" * 32
-
 SUPERVISION = "meshrl.common.mesh.process.supervision."  # it reports ends by a script
 Symbol = tuple[str, str]  # module of common/state, name in it
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*/*.lua"))
+SENT = [name for name in NAMES if not name.startswith("_") and name != "prelude"]
 
 
 def named_scripts() -> set[str]:
@@ -287,6 +289,8 @@ ALLOWED = [
     ("person", "XREVRANGE {mesh}:events + -"),
     *((role, "GET {mesh}:home") for role in sorted(rights.ROLES)),
 ]
+
+
 REFUSED = [
     ("sandbox", "HGETALL {job}:job"),
     ("sandbox", "HGETALL {job}:step:0:1"),
@@ -332,3 +336,32 @@ async def test_a_role_runs_the_scripts_that_the_mesh_has_loaded_and_none_of_its_
     with pytest.raises(NotAllowed, match="key"):
         await asyncio.wait_for(jobs.job(sandbox, "job"), scaled(10.0))
     await sandbox.close()
+
+
+def test_a_script_is_found_by_its_name_alone_wherever_it_lies() -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert {script_file(name) for name in NAMES} == set(SCRIPTS.rglob("*.lua"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_says_why_it_exists_and_sets_no_globals(name: str) -> None:
+    source = script_file(name).read_text()
+    lines = [line for line in source.splitlines() if not line.startswith("-- uses:")]
+    assert lines[0].startswith("-- ")
+    assert not re.search(r"^\s*function \w", source, re.MULTILINE)
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_script_is_sent_with_the_prelude_and_what_it_uses(name: str) -> None:
+    source, sha = script_source(name)
+    assert source.startswith(f"local SCRIPT = '{name}'") and len(sha) == 40
+    for fragment in re.findall(r"-- uses: (.+)", source):
+        for part in fragment.split():
+            assert script_file(f"_{part}").read_text() in source
+
+
+def test_scripts_that_write_and_are_not_idempotent_by_nature_replay_by_operation() -> None:
+    replaying = {name for name in SENT if "replayed()" in script_file(name).read_text()}
+    assert {"admit", "group_ready", "group_returned", "write", "open_lineage"} <= replaying
+    assert {"submit", "append", "request"} <= replaying

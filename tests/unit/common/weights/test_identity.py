@@ -1,8 +1,9 @@
-"""The identity of tensors does not depend on who holds which rows, and on nothing less."""
+"""Identities and manifests of tensors, and versions that are staged by rows."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,11 +12,41 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.base.errors import BadMessage
+from meshrl.common.api.weights import Base, Manifest, Tensor
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.encoding.blob import pack
+from meshrl.common.base.errors import BadMessage, Damaged
+from meshrl.common.model.files.safetensors_file import DTYPES
 from meshrl.common.weights.layout.identity import LEAF_BYTES, Described, Tree, identity, merged
+from meshrl.common.weights.layout.laying import Chunk, How, Laying, Part, slices, whole
+from meshrl.common.weights.layout.manifest import (
+    LEAST_BYTES,
+    MOST_BYTES,
+    Rows,
+    by_chunk,
+    chunk_bytes,
+    overlapping,
+    packed,
+    unpacked,
+)
+from meshrl.common.weights.staging import StagedVersion, assembled
 
 SHAPES = [(7, 3000), (9, 5), (40_000,), (), (3, 4, 5000), (0, 8), (4, LEAF_BYTES // 4)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+A, B = "a" * 32, "b" * 32
+PIECES = [
+    Tensor("w", "BF16", [8, 4], A, 0, 32, 0, 0, 16),
+    Tensor("w", "BF16", [8, 4], B, 0, 32, 0, 16, 32),
+    Tensor("v", "F32", [3], B, 32, 12, 0, 0, 3),
+]
+MANIFEST = Manifest("job", 1, 7, PIECES, base=Base(1, 0, A), image="c" * 32)
+TENSORS = {
+    "embedding": torch.randn(37, 40, generator=torch.Generator().manual_seed(1)),
+    "layers.0.qkv": torch.randn(7, 129, generator=torch.Generator().manual_seed(2)),
+    "layers.0.adapters.q_proj.a": torch.randn(2, 40, generator=torch.Generator().manual_seed(3)),
+    "layers.0.experts.gate_up": torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(4)),
+    "norm": torch.randn(40, generator=torch.Generator().manual_seed(5)),
+}
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -47,7 +78,7 @@ def brute_force(content: bytes) -> bytes:
 
 
 @pytest.mark.rotating(3)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=20, deadline=None)
 @given(cuts=st.lists(st.integers(0, 40_000), max_size=4), seed=st.integers(0, 9))
@@ -127,3 +158,147 @@ def test_names_types_and_shapes_count() -> None:
     }
     assert len(told) == 4
     assert Described.of(whole) == Described("F32", (4, 6))
+
+
+def test_one_is_read_as_it_was_written() -> None:
+    found = unpacked(packed(MANIFEST))
+    assert (found.tensors, found.base, found.image) == (PIECES, MANIFEST.base, MANIFEST.image)
+
+
+def test_a_changed_one_is_damaged() -> None:
+    content = bytearray(packed(MANIFEST))
+    content[content.index(A.encode())] ^= 1
+    with pytest.raises(Damaged, match="sha256"):
+        unpacked(bytes(content), where="there")
+
+
+def test_one_of_an_earlier_format_is_refused() -> None:
+    old = [Tensor("w", "F32", [4, 2], A, 0, 16), Tensor("w", "F32", [4, 2], B, 0, 16)]
+    with pytest.raises(BadMessage, match="format 1") as refused:
+        unpacked(pack(Manifest("job", 0, 1, old)))
+    assert "the version of the software that began it" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [PIECES[0]],
+        [PIECES[0], PIECES[0], PIECES[1]],
+        [Tensor("w", "BF16", [8, 4], A, 0, 60, 0, 0, 32)],
+        [Tensor("w", "NONE", [8, 4], A, 0, 64, 0, 0, 32)],
+        [Tensor("w", "BF16", [8, 4], A, 0, 64, 2, 0, 32)],
+    ],
+)
+def test_pieces_that_are_not_their_tensor_are_refused(wrong: list[Tensor]) -> None:
+    with pytest.raises(BadMessage):
+        unpacked(packed(Manifest("job", 1, 7, wrong)))
+
+
+def test_who_wants_rows_gets_the_pieces_that_have_them() -> None:
+    def chunks(**wanted: Rows | None) -> list[str]:
+        return list(by_chunk(overlapping(PIECES, wanted)))
+
+    assert chunks(w=Rows(0, 0, 4)) == [A]
+    assert chunks(w=Rows(0, 3, 5)) == [A, B]
+    assert chunks(w=Rows(0, 4, 8)) == [B]
+    assert chunks(w=Rows(1, 0, 1)) == [A, B]
+    assert chunks(w=None) == [A, B]
+    assert chunks(v=None) == [B]
+    assert chunks() == []
+
+
+def test_a_version_is_cut_into_parts_that_hosts_relay() -> None:
+    assert chunk_bytes(1000) == LEAST_BYTES
+    assert chunk_bytes(1 << 30) == 16 << 20
+    assert chunk_bytes(140 << 30) == MOST_BYTES
+
+
+def rows_of(rank: int, ranks: int, names: list[str], part: int, parts: int) -> dict[str, Part]:
+    """Those that FSDP gives a rank."""
+    found = {}
+    for name in names:
+        tensor = TENSORS[name]
+        each = -(-len(tensor) // ranks)
+        low, high = min(rank * each, len(tensor)), min((rank + 1) * each, len(tensor))
+        found[name] = Part(tuple(tensor.shape), low, tensor[low:high]).slice(part, parts)
+    return found
+
+
+def staged(how: How, ranks: int, most: int) -> tuple[StagedVersion, dict[str, bytes]]:
+    """A version of so many ranks that copy `most` bytes at a time, and its chunks."""
+    laid, chunks = [], {}
+
+    def written(found: list[Chunk]) -> list[Tensor]:
+        pieces = []
+        for chunk in found:
+            digest = digest_of(chunk.content)
+            chunks[digest] = bytes(chunk.content)
+            assert len(chunk.content) <= how.chunk_bytes
+            pieces += [replace(piece, chunk=digest) for piece in chunk.pieces]
+        return pieces
+
+    for rank in range(ranks):
+        laying, pieces = Laying(how), list[Tensor]()
+        for names, part, parts in slices(TENSORS, most):
+            pieces += written(laying.add(rows_of(rank, ranks, names, part, parts)))
+        pieces += written(laying.rest())
+        laid.append(laying.laid(pieces))
+    return assembled("job", 0, 1, TENSORS, laid), chunks
+
+
+def read(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Tensor]:
+    """The tensors, put together of their pieces."""
+    found = {}
+    for name, tensor in TENSORS.items():
+        pieces = [piece for piece in version.manifest.tensors if piece.name == name]
+        raw = b"".join(chunks[p.chunk][p.offset : p.offset + p.size] for p in pieces)
+        dtype = DTYPES[pieces[0].dtype]
+        found[name] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
+    return found
+
+
+@pytest.mark.rotating(2)
+@settings(max_examples=40, deadline=None)
+@given(
+    ranks=st.integers(1, 5),
+    chunk_bytes=st.integers(16, 20_000),
+    most=st.integers(16, 10_000),
+    dtype=st.sampled_from(["F32", "BF16", "F16"]),
+)
+def test_any_ranks_and_chunks_publish_the_same_image_of_the_same_masters(
+    ranks: int, chunk_bytes: int, most: int, dtype: str
+) -> None:
+    alone, _ = staged(How(dtype, 1 << 20), 1, 1 << 20)
+    version, chunks = staged(How(dtype, chunk_bytes), ranks, most)
+    assert (version.image, version.masters) == (alone.image, alone.masters)
+    again, _ = staged(How(dtype, chunk_bytes), ranks, most)
+    assert again.digest == version.digest
+    for name, tensor in read(version, chunks).items():
+        assert torch.equal(tensor, TENSORS[name].to(DTYPES[dtype])), name
+
+
+def test_masters_are_told_from_each_other_where_the_image_is_the_same() -> None:
+    one, _ = staged(How("BF16", 1 << 20), 1, 1 << 20)
+    norm = TENSORS["norm"].clone()
+    TENSORS["norm"].view(torch.int32)[3] ^= 1  # below what bfloat16 has
+    other, _ = staged(How("BF16", 1 << 20), 2, 1 << 20)
+    TENSORS["norm"].copy_(norm)
+    assert one.image == other.image and one.masters != other.masters
+    plain, _ = staged(How("F32", 1 << 20), 2, 1 << 20)
+    assert plain.masters == one.masters, "whatever type is published"
+
+
+def test_adapters_share_no_chunk_with_what_they_are_added_to() -> None:
+    version, _ = staged(How("F32", 1 << 20), 2, 1 << 20)
+    adapters = {p.chunk for p in version.manifest.tensors if "adapters" in p.name}
+    assert len(adapters) == 2
+    assert not adapters & {p.chunk for p in version.manifest.tensors if "adapters" not in p.name}
+
+
+def test_rows_are_copied_when_they_are_laid() -> None:
+    tensor = torch.ones(4, 4)
+    laying = Laying(How("F32", 1 << 20))
+    laying.add(whole({"w": tensor}))
+    tensor.zero_()
+    (chunk,) = laying.rest()
+    assert bytes(chunk.content) == torch.ones(4, 4).numpy().tobytes()

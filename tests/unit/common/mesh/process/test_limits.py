@@ -1,17 +1,23 @@
-"""A limit of the host that an error tells of is named, with its value and how it is raised."""
+"""Limits of hosts, containers and logs, as the kernel tells them."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 
+from meshrl.common.mesh.process import container, cores
+from meshrl.common.mesh.process.cores import TICKS, Cores, of_stat
 from meshrl.common.mesh.process.ends import limits
 from meshrl.common.mesh.process.ends.failure import Failure
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES, bound
 from meshrl.common.mesh.process.starting import Spawning
+from meshrl.services.node.log_files import HostLogFiles
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import module, python
 
@@ -39,6 +45,12 @@ try:
 except OSError as error:
     print(limits.hit(error), flush=True)
 os._exit(1)
+"""
+STAT = """cpu  900 0 900 900 0 0 0 0 0 0
+cpu0 100 20 30 4000 500 6 7 8 50 60
+cpu1 1000 0 0 10 0 0 0 0 0 0
+cpu2 1 1 1 10 0 0 0 0 0 0
+intr 5 6 7
 """
 
 
@@ -138,3 +150,117 @@ def test_a_group_above_ours_bounds_us_too(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
     monkeypatch.setattr(limits, "CGROUPS", tmp_path)
     assert limits.cores() == 1 and limits.memory_limit() == 1 << 30
+
+
+def test_orchestrators_are_known_by_what_they_put_into_a_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in (container.KUBERNETES, "container"):
+        monkeypatch.delenv(name, raising=False)
+    mark = tmp_path / "mark"
+    monkeypatch.setattr(container, "MARKS", {str(mark): "podman"})
+    assert container.kind() == ""
+    mark.touch()
+    assert container.kind() == "podman"
+    monkeypatch.setenv(container.KUBERNETES, "10.0.0.1")
+    assert container.kind() == "kubernetes"
+
+
+def test_rights_are_those_of_this_process() -> None:
+    found = container.rights()
+    assert found.user == os.geteuid()
+    assert found.seccomp in ("none", "strict", "filtered")
+    assert 0 <= found.capabilities <= 64 and isinstance(found.read_only_root, bool)
+
+
+def test_writable_places_take_files() -> None:
+    found = container.writable()
+    assert found and not [place for place in found if place.startswith(("/proc", "/sys"))]
+    assert all(os.access(place, os.W_OK) for place in found)
+
+
+def test_whether_user_namespaces_may_be_made_is_tried() -> None:
+    refused = container.user_namespaces_refused()
+    assert refused == "" or "user namespaces" in refused
+    assert os.readlink("/proc/self/ns/user") == os.readlink(f"/proc/{os.getpid()}/ns/user")
+
+
+def test_idle_time_and_what_guests_had_of_it_does_not_count_twice() -> None:
+    assert of_stat(STAT, {0}) == Cores(1, (100 + 20 + 30 + 6 + 7 + 8) / TICKS)
+    assert of_stat(STAT, {1, 2}) == Cores(2, 1003 / TICKS)
+
+
+def test_work_of_this_process_shows_as_busy_processors() -> None:
+    before, used_s = SystemHost().cores(), time.process_time()
+    while time.process_time() - used_s < 0.2:
+        sum(range(1000))
+    after = SystemHost().cores()
+    assert after.number == before.number <= len(os.sched_getaffinity(0))
+    assert after.busy_s - before.busy_s >= 0.2 - 3 / TICKS
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"cpu.max": "150000 100000", "cpu.stat": "usage_usec 2500000\nuser_usec 1\n"},
+        {
+            "cpu.cfs_quota_us": "150000",
+            "cpu.cfs_period_us": "100000",
+            "cpuacct.usage": "2500000000",
+        },
+    ],
+)
+def test_a_control_group_with_a_share_says_what_it_has_used(
+    files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "group").mkdir()
+    for name, text in files.items():
+        (tmp_path / "group" / name).write_text(text)
+    monkeypatch.setattr(limits, "groups_of", lambda controller: [tmp_path / "group"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    assert cores.cores() == Cores(1.5, 2.5)
+
+
+def appending(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def test_long_log_starts_again_and_keeps_the_part_before(tmp_path: Path) -> None:
+    path, kept = tmp_path / "a.log", tmp_path / "a.log.1"
+    one, other = appending(path), appending(path)
+    os.write(one, b"first\n")
+    assert not bound(one, 10)
+    os.write(one, b"more of it\n")
+    assert bound(one, 10) and not bound(other, 200)
+    os.write(other, b"second\n")
+    assert kept.read_text() == "first\nmore of it\n"
+    assert path.read_text().endswith(" 0 bytes before that were deleted]\nsecond\n")
+    assert bound(other, 10) and kept.read_text().endswith("second\n")
+    assert path.read_text() == (
+        "[meshrl: this log goes on from a.log.1; 17 bytes before that were deleted]\n"
+    )
+    before = kept.stat().st_size
+    assert bound(one, 10) and re.search(rf" {17 + before} bytes", path.read_text())
+    path.unlink()
+    os.write(one, b"x" * 300)
+    assert bound(one, 200) and kept.stat().st_size < 200, "of a deleted log nothing is kept"
+    for fd in (one, other):
+        os.close(fd)
+
+
+def test_host_bounds_the_logs_of_all_its_processes(tmp_path: Path) -> None:
+    log = appending(tmp_path / "trainer.log")
+    os.truncate(log, LOG_BYTES)
+    os.write(log, b"the last line\n")
+    (tmp_path / "short.log").write_text("as it was\n")
+    files = HostLogFiles(tmp_path)
+    files.bound()
+    os.write(log, b"goes on\n")
+    assert {file.name: file.bytes < 200 for file in files.listed()} == {
+        "short": True,
+        "trainer": True,
+    }
+    assert (tmp_path / "short.log").read_text() == "as it was\n"
+    part = files.read("trainer", 0, 1 << 16)
+    assert "goes on from trainer.log.1" in part.text and part.text.endswith("goes on\n")
+    os.close(log)

@@ -1,4 +1,4 @@
-"""How a process starts and ends."""
+"""Processes: how they start, answer, log and end."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.errors import ConfigError, DeadlineExceeded, MeshError
 from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
+from meshrl.common.mesh.process.answers import answer_of
+from meshrl.common.mesh.process.forking.newborn import let_go
+from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.host import SystemHost
 from tests.load import scaled
+from tests.unit.common.mesh.process.modules import module, python
 
 SERVICE = """
 import asyncio
@@ -28,6 +36,27 @@ async def main():
         print("cleaned up", flush=True)
 
 run(main)
+"""
+IMPORTED = """
+    import os, tempfile
+    kept = tempfile.TemporaryDirectory(dir=os.path.dirname(__file__), prefix="kept")
+"""
+ENDS = """
+    import tempfile, imported
+    own = tempfile.TemporaryDirectory()
+    print(imported.kept.name, own.name)
+"""
+FULL = Path("/dev/full")  # every write to it is refused: no space is left
+CODE = """
+    import sys, warnings
+    from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
+    if sys.argv[1] == "lossy":
+        outlive_a_full_disk()
+    for number in range(3):
+        print("a line " * 1000, flush=True)
+        print("an error", file=sys.stderr, flush=True)
+    warnings.warn("a warning")
+    sys.exit(7)
 """
 
 
@@ -78,3 +107,87 @@ def test_settings_that_others_can_read_or_have_made_are_refused(
         os.chown(path, 65534, 65534)
         with pytest.raises(ConfigError, match="user 65534"):
             MeshSettings.from_env()
+
+
+async def asked(logs: Path, code: str, within_s: float = 0.0) -> dict[str, object]:
+    command = [sys.executable, "-c", code]
+    return await answer_of(SystemHost(), command, "asked/j", logs, within_s or scaled(60.0))
+
+
+async def test_the_last_line_is_the_answer_and_nothing_is_left(tmp_path: Path) -> None:
+    logs = tmp_path / "mesh" / "logs"
+    assert await asked(logs, "print('first'); print('{\"a\": 1}')") == {"a": 1}
+    assert list(logs.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("", "without a word"),
+        ("raise SystemExit('no such file')", "no such file"),
+        ("print('[1]')", r"\[1\]"),
+    ],
+)
+async def test_who_ends_without_an_answer_is_told_by_its_last_words(
+    tmp_path: Path, code: str, why: str
+) -> None:
+    with pytest.raises(MeshError, match=f"asked/j has ended without an answer: {why}"):
+        await asked(tmp_path, code)
+    assert not os.listdir(tmp_path)
+
+
+async def test_one_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceeded, match="asked/j"):
+        await asked(tmp_path, "import time; time.sleep(1e6)", within_s=0.2)
+    assert not os.listdir(tmp_path)
+
+
+async def test_a_fork_removes_at_its_end_what_it_has_made_and_nothing_of_the_nursery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_nursery: Callable[..., SystemChild]
+) -> None:
+    paths = module(tmp_path, "imported", IMPORTED) | module(tmp_path, "ends", ENDS)
+    monkeypatch.setenv("PYTHONPATH", paths["PYTHONPATH"])
+    open_nursery("imported")
+    host, log = SystemHost(), tmp_path / "log"
+    for _ in range(2):
+        child = host.spawn(python("ends"), name="ends", log=log)
+        assert await child.wait(scaled(20)) == 0, log.read_text()
+    kept, own, kept_again, own_again = map(Path, log.read_text().split())
+    assert kept == kept_again and kept.is_dir()
+    assert not own.exists() and not own_again.exists()
+
+
+@pytest.mark.parametrize("told", [b"go", b"", b"x"])
+def test_a_process_begins_at_its_owners_word_only(told: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        if told:
+            ours.send(told)
+        ours.close()
+        assert let_go(theirs) is (told == b"go")
+
+
+def test_an_owner_that_ended_before_it_read_the_answer_lets_nothing_go() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        theirs.send(b"the number of the process")
+        ours.close()
+        assert not let_go(theirs)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
+def test_what_a_full_disk_does_not_take_of_a_log_is_lost_and_ends_nobody() -> None:
+    def status(how: str) -> int:
+        with FULL.open("w") as log:
+            argv = [sys.executable, "-c", textwrap.dedent(CODE), how]
+            return subprocess.run(argv, stdout=log, stderr=log, check=False).returncode
+
+    assert (status("plain"), status("lossy")) == (1, 7)
+
+
+def test_what_there_is_room_for_is_there(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        argv = [sys.executable, "-c", textwrap.dedent(CODE), "lossy"]
+        subprocess.run(argv, stdout=file, stderr=file, check=False)
+    assert log.read_text().count("a line a line") > 3 and log.read_text().count("an error") == 3

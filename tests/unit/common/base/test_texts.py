@@ -1,0 +1,148 @@
+"""Texts that people see: without control characters and without secrets."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import unicodedata
+from typing import cast
+from urllib.parse import quote
+
+import pytest
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.settings import REDIS_ENV, SECRET_BYTES, derived
+from meshrl.common.base.host.terminal import VisibleStream, behind, guarded_output, visible
+from meshrl.common.base.urls import Url
+from meshrl.common.state.redis import embedded
+
+ATTACKS = (
+    "\x1b[2J\x1b[H",  # clears the screen
+    "\x1b]0;title\x07\x1b]8;;http://x\x07link\x1b]8;;\x07",  # a title and a link
+    "\x1b]52;c;aGk=\x07",  # the clipboard
+    "\x9b31m\x9d0;t\x9c\x90q\x9c",  # the same by C1
+    "a\rb\x08\x7f\x00\x0b\x0c",
+    "\u202e drow \u202c \u2066a\u2069 \u200f \u061c",  # bidirectional controls
+    "\u2028\u2029\ufff9\U000e0041\ud800",
+)
+# What a URL is shown as: of a Redis, and of a place that files are written to.
+SHOWN = {
+    "redis://127.0.0.1:6379/0": ("redis://127.0.0.1:6379/0",) * 2,
+    "unix:///run/a@b/redis.sock?db=1": (
+        "unix:///run/a@b/redis.sock?db=1",
+        "unix:///run/a@b/redis.sock",
+    ),
+    "rediss://me:s3:cr@et@host/0?db=1": ("rediss://me:***@host/0?db=1", "rediss://host/0"),
+    "redis://me:s3/cret@host:6379/0": ("redis://***@host:6379/0",) * 2,
+    "redis://me:12/s3cret@host/0": ("redis://***@host/0",) * 2,
+    "redis://host:s3cret/0": ("redis://***",) * 2,
+    "redis://host/0?p%61ssword=s3cret&db=2": (
+        "redis://host/0?p%61ssword=***&db=2",
+        "redis://host/0",
+    ),
+    "redis://host/0?db=1;password=s3cret": ("redis://host/0?db=***", "redis://host/0"),
+    "redis://host/0?password=s3@cret": ("redis://host/0?password=***", "redis://host/0"),
+    "redis://me:12?x=s3cret@host": ("redis://***@host",) * 2,
+    "redis://host/0#s3cret": ("redis://host/0#***", "redis://host/0"),
+    "me:s3cret@host:6379": ("me:***@host:6379", "host:6379"),
+    "me:s3/cret@host:6379": ("***@host:6379",) * 2,
+    "rediss://me:pw@[::1]:6379/0": ("rediss://me:***@[::1]:6379/0", "rediss://[::1]:6379/0"),
+}
+PLACES = {
+    "s3://bucket/path@v1/a#b": "s3://bucket/path@v1/a#b",
+    "s3://key:s3/cret@bucket/path": "s3://***@bucket/path",
+    "https://t0ken@host/path?sig=s3cret#s3cret": "https://host/path",
+    "simplecache::s3://me:s3cret@bucket/x": "simplecache::s3://***",
+    "file:///my folder/x": "file:///my folder/x",
+}
+AWKWARD = "/#?@:[]%&=+; \t\u2100\\'\"é"
+
+
+def is_plain(text: str) -> bool:
+    """True if a terminal only shows a text."""
+    return all(mark in "\n\t" or unicodedata.category(mark) not in CONTROLS for mark in text)
+
+
+CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def test_control_characters_are_shown() -> None:
+    assert visible("\x1b[31m\x9b\u202e\x7f") == r"\u001b[31m\u009b\u202e\u007f"
+    for attack in ATTACKS:
+        assert is_plain(visible(attack)) and visible(visible(attack)) == visible(attack)
+    for code in (*range(0x20), *range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A)):
+        assert is_plain(visible(chr(code))), hex(code)
+
+
+def test_other_text_stays_as_it_is() -> None:
+    for text in ("", "a\tb\n", "naïve 漢字 🙂 👩\u200d👩", "عربي עברית", "\\u001b"):
+        assert visible(text) == text
+    assert visible("one\r\ntwo\r\n") == "one\ntwo\n"
+
+
+def test_printed_json_means_the_same() -> None:
+    for attack in ATTACKS:
+        for ascii_only in (True, False):
+            printed = visible(json.dumps({"text": attack}, ensure_ascii=ascii_only))
+            assert is_plain(printed) and json.loads(printed) == {"text": attack}
+
+
+def test_streams_are_guarded_for_as_long_as_asked() -> None:
+    out, error, before = io.StringIO(), io.StringIO(), (sys.stdout, sys.stderr)
+    sys.stdout, sys.stderr = out, error
+    try:
+        with guarded_output(), guarded_output():
+            print("\x1b[31m", file=sys.stderr)
+            sys.stdout.writelines(["\x1b[32m", "b"])
+            print("\x1b[1m", file=behind(sys.stdout))
+        assert (sys.stdout, sys.stderr) == (out, error)
+    finally:
+        sys.stdout, sys.stderr = before
+    assert (error.getvalue(), out.getvalue()) == ("\\u001b[31m\n", "\\u001b[32mb\x1b[1m\n")
+    assert cast(io.StringIO, VisibleStream(out)).getvalue() == out.getvalue()
+
+
+def test_urls_are_shown_without_their_secrets() -> None:
+    for url, (redis, place) in SHOWN.items():
+        assert (Url.of(url).redis, Url.of(url).place) == (redis, place), url
+    for url, place in PLACES.items():
+        assert Url.of(url).place == place
+
+
+def test_no_character_of_a_password_makes_it_visible() -> None:
+    for first in AWKWARD:
+        for second in AWKWARD:
+            password = f"hunter{first}and{second}fox"
+            for url in (
+                f"redis://me:{password}@host:6379/0",
+                f"rediss://:{quote(password, safe='')}@host/0?ssl_ca_certs=/a.pem",
+                f"unix:///run/r.sock?db=1&password={quote(password, safe='')}",
+                f"redis://host/0?username=me&password={quote(password, safe='')}",
+                f"s3://key:{password}@bucket/path",
+            ):
+                told = Url.of(url)
+                seen = [told.redis, told.place, told.hide(f"cannot open {url}, {password!r}")]
+                seen += [repr(told), told.hide(quote(password)), told.hide(f"{password}.")]
+                assert not any(word in text for text in seen for word in ("hunter", "fox")), url
+
+
+def test_an_ambiguous_url_of_redis_is_refused_with_what_to_escape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for mark in "/#?[":
+        monkeypatch.setenv(REDIS_ENV, f"redis://me:hunter{mark}fox@host:6379/0")
+        with pytest.raises(ConfigError, match=r"at redis://\*\*\*@host:6379/0.*%2F") as no:
+            embedded.configured_url()
+        assert "hunter" not in str(no.value) and "fox" not in str(no.value)
+        escaped = f"redis://me:hunter{quote(mark, safe='')}fox@host:6379/0"
+        monkeypatch.setenv(REDIS_ENV, escaped)
+        assert embedded.configured_url() == escaped
+
+
+def test_derived_keys_differ() -> None:
+    secrets = ["00" * SECRET_BYTES, "01" * SECRET_BYTES]
+    found = {derived(secret, purpose) for secret in secrets for purpose in ("bulk", "redis")}
+    assert len(found) == 4
+    assert all(len(key) == 32 for key in found)
+    assert derived(secrets[0], "bulk") == derived(secrets[0], "bulk")

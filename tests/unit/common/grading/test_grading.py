@@ -1,0 +1,210 @@
+"""Gold answers as rewards compare them, and tests that the runner cannot run."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.common.grading import shapes, under_pytest
+from meshrl.common.grading.cases import BadTests
+from meshrl.common.grading.golds import BadGold, letter, mathematics, text_of
+from meshrl.common.grading.support import unsupported
+
+CITIES = ["London", "Paris", "Rome"]
+LABELLED = {"text": CITIES, "label": ["A", "B", "C"]}
+NUMBERED = {"text": CITIES, "label": ["1", "2", "3"]}
+TABLES = [{"label": "A", "text": "London"}, {"label": "B", "text": "Paris"}]
+LETTERS: list[tuple[Any, Any, str]] = [  # gold, choices (None: the row has none), letter
+    ("B", None, "B"),
+    ("b", None, "B"),
+    ("(B)", None, "B"),
+    ("B.", None, "B"),
+    ("B. Paris", None, "B"),
+    ("Paris", CITIES, "B"),
+    ("paris ", CITIES, "B"),
+    (1, CITIES, "B"),
+    (1.0, CITIES, "B"),
+    ("1", CITIES, "B"),
+    (0, CITIES, "A"),
+    ("B", CITIES, "B"),
+    ("B", LABELLED, "B"),
+    (1, LABELLED, "B"),
+    ("2", NUMBERED, "B"),
+    (1, TABLES, "B"),
+    ("B", {"A": "London", "B": "Paris"}, "B"),
+    ("4", ["3", "4", "5"], "B"),
+]
+NO_LETTERS: list[tuple[Any, Any, str]] = [  # gold, choices, what is wrong
+    (1, None, "no 'choices'"),
+    ("1", None, "no 'choices'"),
+    (3, CITIES, "count from 0 to 2"),
+    (-1, CITIES, "count from 0 to 2"),
+    ("1", ["0", "2", "1"], "the text of another one"),
+    ("D", CITIES, "none of the letters ABC"),
+    ("Z", None, "none of the letters ABCDEFGHIJ"),
+    ("Berlin", CITIES, "none of the row's choices"),
+    ("Paris", None, "the row has no choices"),
+    (True, CITIES, "not a letter"),
+    (None, CITIES, "null"),
+    (["B"], CITIES, "a list"),
+    ("", CITIES, "empty"),
+]
+ROWS = tomllib.loads((Path(__file__).parent / "unsupported.toml").read_text())["unsupported"]
+USUAL = """
+import asyncio
+import math
+import unittest
+from datetime import date
+from unittest import mock
+
+import pytest
+from solution import Stack, add
+import solution as s
+
+@pytest.fixture(params=[1, 2], ids=["one", "two"])
+def filled(request):
+    yield Stack([request.param])
+
+@pytest.mark.parametrize("a,b", [(1, 2), pytest.param(3, 4, id="x", marks=pytest.mark.xfail)])
+def test_add(a, b):
+    assert add(a, b) == pytest.approx(a + b)
+
+class TestStack:
+    def setup_method(self):
+        self.stack = Stack()
+
+    def test_filled(self, filled, capsys, monkeypatch):
+        assert len(filled) == 1
+
+    @mock.patch("solution.add")
+    def test_patched(self, added):
+        s.run()
+        added.assert_called_once()
+
+class Cases(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.day = date(2020, 1, 1)
+
+    def test_sub(self):
+        with self.subTest(x=1):
+            self.assertAlmostEqual(s.f(1), math.pi)
+
+@pytest.mark.asyncio
+async def test_waits():
+    assert await s.wait() == 1
+    async with s.Connection() as connection:
+        assert [row async for row in connection.rows()] == [await connection.first()]
+
+def test_runs():
+    async def work(number):
+        return number
+
+    assert asyncio.run(s.each(work, [1, 2])) == [1, 2]
+"""
+PARAMETRIZED = """
+import pytest
+from pytest import mark
+N = "a,b"
+cases = pytest.mark.parametrize("a", [1])
+both = mark.parametrize(N, [(1, 2)])
+"""
+
+
+def test_golds_of_choices_are_letters_however_rows_write_them() -> None:
+    for gold, choices, wanted in LETTERS:
+        row = {"answer": gold} | ({} if choices is None else {"choices": choices})
+        assert letter(row, {}) == wanted, row
+
+
+def test_golds_that_name_no_choice_are_refused() -> None:
+    for gold, choices, wrong in NO_LETTERS:
+        row = {"answer": gold} | ({} if choices is None else {"choices": choices})
+        with pytest.raises(BadGold, match=wrong) as refused:
+            letter(row, {})
+        assert refused.value.fix, row
+
+
+def test_golds_of_texts() -> None:
+    for gold, wanted in ((42, "42"), (" Paris ", "Paris"), (3.5, "3.5"), ("None", "None")):
+        assert text_of({"gold": gold}, {"answer": "gold"}) == wanted
+    wrong: dict[Any, str] = {
+        42.0: "a number with a point",
+        1e30: "a number with a point",
+        "  ": "empty",
+    }
+    wrong |= {None: "null"}
+    for gold, told in wrong.items():
+        with pytest.raises(BadGold, match=told):
+            text_of({"answer": gold}, {})
+    for value in (["42"], {"value": 42}):
+        with pytest.raises(BadGold, match="not a text"):
+            text_of({"answer": value}, {})
+    with pytest.raises(BadGold, match="no 'answer'"):
+        text_of({}, {})
+
+
+def test_golds_of_mathematics() -> None:
+    solution = "She sells 72.\n#### 72"
+    for gold, wanted in ((42, "42"), (42.0, "42"), (solution, "72"), (r"\{1,2\}", r"\{1,2\}")):
+        assert mathematics({"answer": gold}, {}) == wanted
+    unusable: dict[Any, str] = {
+        r"\frac{1}{2": "braces",
+        "eval(7)": "eval",
+        "7" * 3000: "characters",
+        None: "null",
+    }
+    for bad, told in unusable.items():
+        with pytest.raises(BadGold, match=told):
+            mathematics({"answer": bad}, {})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@cases\ndef test_f(a): pass",
+        "@both\ndef test_f(a, b): pass",
+        "pytestmark = pytest.mark.parametrize('c', [1])\ndef test_f(c): pass",
+        "@pytest.mark.parametrize(N, [(1, 2)])\ndef test_f(a, b): pass",
+        "@mark.parametrize(argvalues=[1], argnames='c')\ndef test_f(c): pass",
+        "@pytest.mark.parametrize()\ndef test_f(c): pass",
+    ],
+)
+def test_parameters_that_are_given_in_any_way_are_no_fixtures(source: str) -> None:
+    assert unsupported(PARAMETRIZED + source) == ()
+    assert under_pytest.lacks(PARAMETRIZED + source) == ()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@pytest.mark.parametrize(argvalues=[1], argnames='c')\ndef test_f(c, d): pass",
+        "@pytest.mark.parametrize('c', [1])\ndef test_f(c, d): pass",
+    ],
+)
+def test_what_no_mark_gives_is_a_fixture(source: str) -> None:
+    assert unsupported("import pytest\n" + source) == ("fixture d",)
+    assert under_pytest.lacks("import pytest\n" + source) == ("the fixture d",)
+
+
+def test_usual_tests_are_supported() -> None:
+    assert unsupported(USUAL) == ()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["named"] for row in ROWS])
+def test_what_cannot_be_run_is_named(row: dict[str, str]) -> None:
+    assert row["named"] in unsupported(row["source"])
+
+
+def test_an_import_that_may_fail_is_not_named() -> None:
+    source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
+    assert unsupported(source) == ()
+
+
+def test_a_column_that_is_missing_is_named_with_those_that_are_there() -> None:
+    assert shapes.column({"tests": "x"}, "tests") == "x"
+    with pytest.raises(BadTests, match=r"no 'tests', .* options.tests names; it has 'a', 'test'"):
+        shapes.column({"a": 1, "test": "x"}, "tests")

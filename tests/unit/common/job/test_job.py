@@ -1,0 +1,211 @@
+"""Files of a bundle, keys that may change, and plans of evaluation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import is_dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshrl.common.base.errors import Damaged
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.changing import (
+    NOT_ACROSS_ZERO,
+    RULES,
+    as_it_was,
+    changed,
+    differences,
+    in_force,
+    refusal,
+    rule_of,
+)
+from meshrl.common.job.config import (
+    BudgetConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    EvaluationDataset,
+    JobConfig,
+    RewardConfig,
+)
+from meshrl.common.job.evaluation_plan import bracket, due, estimates, figures, mean, pass_at
+from meshrl.common.job.schema import JOB
+
+KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
+TABLES = [key for key, kind in JOB.kinds.items() if is_dataclass(kind)]
+PLANNED = JobConfig(
+    dataset=DatasetConfig(held_out="held_out.jsonl"),
+    reward=RewardConfig(use="m:f"),
+    evaluation=EvaluationConfig(every=4),
+    budget=BudgetConfig(steps=12),
+)
+
+
+def job_in(directory: Path) -> JobData:
+    for name, content in {
+        "data/train.jsonl": '{"prompt": "1"}\n',
+        "modules/rewards.py": "x = 1\n",
+        "tokenizer/tokenizer.json": "{}",
+    }.items():
+        (directory / name).parent.mkdir(parents=True)
+        (directory / name).write_text(content)
+    document = JobConfig(name="sum").document()
+    document["dataset"]["train"] = "data/train.jsonl"
+    document["model"]["tokenizer"] = "tokenizer/tokenizer.json"
+    document["bundle"] = {"dir": str(directory), "files": bundle_files.listed(directory)}
+    return JobData.of("sum", document, str(directory))
+
+
+@pytest.mark.parametrize(
+    "name", ["data/train.jsonl", "modules/rewards.py", "tokenizer/tokenizer.json"]
+)
+@pytest.mark.parametrize("harm", ["flipped", "empty", "deleted"])
+def test_a_file_that_is_not_what_was_packed_is_named(tmp_path: Path, name: str, harm: str) -> None:
+    job = job_in(tmp_path)
+
+    def read() -> None:
+        assert job.rows("train") == [{"prompt": "1"}]
+        assert job.modules.is_dir() and job.tokenizer.is_file()
+
+    read()
+    path = tmp_path / name
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    if harm == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(content if harm == "flipped" else b"")
+    with pytest.raises(Damaged, match=str(path)) as said:
+        read()
+    assert "copy of the run" in said.value.fix
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_may_change_or_says_why_not(key: str) -> None:
+    rule = rule_of(key)
+    assert not (rule.fixed and rule.recorded)
+    assert rule.fixed == "" or rule.fixed[0].islower()
+
+
+def test_every_rule_is_of_a_key_or_table_that_there_is() -> None:
+    assert set(RULES) <= {*KEYS, *TABLES} and set(NOT_ACROSS_ZERO) <= set(KEYS)
+
+
+def test_what_may_change_is_recorded_where_a_replay_computes_with_it() -> None:
+    recorded = {key for key in KEYS if rule_of(key).recorded}
+    assert {key for key in KEYS if key.startswith("optimizer.")} <= recorded
+    assert {"budget.steps", "training.bin_tokens", "algorithm.mask_truncated"} <= recorded
+    assert set(in_force(JobConfig())) == recorded
+
+
+def test_a_job_is_made_again_as_it_was() -> None:
+    was = JobConfig()
+    document = changed(was.document(), {"optimizer.adamw_lr": 0.5, "budget.steps": 9})
+    now = JobConfig.from_document(document)
+    assert as_it_was(now, in_force(was)) == was
+    assert as_it_was(now, {}) is now, "a record from before settings stood in records"
+    assert differences(was.document(), document) == {
+        "optimizer.adamw_lr": (0.001, 0.5),
+        "budget.steps": (48, 9),
+    }
+
+
+def test_some_values_may_change_but_not_from_or_to_zero() -> None:
+    assert refusal("optimizer.muon_lr", 0.003, 0.001) == ""
+    assert "AdamW" in refusal("optimizer.muon_lr", 0.003, 0.0)
+    assert "reference" in refusal("algorithm.kl_coefficient", 0.0, 0.1)
+    assert refusal("seed", 0, 1) and not refusal("training.checkpoint_every", 8, 2)
+
+
+def test_the_document_has_the_same_table() -> None:
+    text = (Path(__file__).parents[4] / "docs/operations.md").read_text()
+    [section] = re.findall(r"## Changing a run\n(.*?)\n## ", text, re.DOTALL)
+    said: dict[str, str] = {}
+    for line in section.splitlines():
+        if cells := re.match(r"\| (`.*`) \| (.*) \|$", line):
+            said |= dict.fromkeys(re.findall(r"`([a-z_.]+)`", cells[1]), cells[2])
+    assert set(said) == set(RULES)
+    for key, rule in RULES.items():
+        expected = rule.fixed or ("at once" if not rule.recorded else "from the next step on")
+        assert said[key].startswith(("no: " if rule.fixed else "yes, ") + expected), key
+
+
+@given(
+    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
+)
+def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one(
+    case: tuple[int, int, int],
+) -> None:
+    samples, right, k = case
+    choices = list(combinations([i < right for i in range(samples)], k))
+    assert pass_at(k, samples, right) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_the_estimate_does_not_depend_on_how_many_samples_there_are() -> None:
+    """Over all outcomes of n samples that are right with probability p, it is 1 - (1 - p)^k."""
+    p, k = 0.3, 2
+    for n in (2, 3, 6):
+        outcomes = [[bool(bits >> i & 1) for i in range(n)] for bits in range(2**n)]
+        expected = sum(
+            p ** sum(o) * (1 - p) ** (n - sum(o)) * pass_at(k, n, sum(o)) for o in outcomes
+        )
+        assert expected == pytest.approx(1 - (1 - p) ** k)
+
+
+def test_figures_are_of_the_samples_that_there_are() -> None:
+    dataset = EvaluationDataset("sums", "x", samples=4, pass_at=[1, 4], solved=0.5)
+    found = estimates(dataset, [[1.0, 0.5, 0.0, 0.0], [0.25], []])
+    assert found == pytest.approx(
+        {"sums.mean": 1.75 / 5, "sums.pass@1": (0.5 + 0.0) / 2, "sums.pass@4": 1.0}
+    )
+    assert estimates(dataset, [[], []]) == {}
+
+
+def test_a_reward_that_misses_a_threshold_by_rounding_reaches_it() -> None:
+    dataset = EvaluationDataset("sums", "x", samples=1, pass_at=[1])
+    assert estimates(dataset, [[0.7 + 0.2 + 0.1]]) == pytest.approx(
+        {"sums.mean": 1.0, "sums.pass@1": 1.0}
+    )
+    assert estimates(dataset, [[0.999]])["sums.pass@1"] == 0.0
+
+
+def test_a_mean_of_large_rewards_is_finite() -> None:
+    assert mean([1.7e308] * 4) == pytest.approx(1.7e308)
+    assert mean([0.7, 0.2, 0.1]) == pytest.approx(1 / 3)
+
+
+def test_a_version_is_evaluated_every_so_many_steps_and_the_last_one_after_training() -> None:
+    asked = [version for version in range(13) if due(PLANNED, version)]
+    assert asked == [4, 8]
+    plan = due(PLANNED, 4)
+    assert plan is not None and (plan.tag, plan.version, plan.modes) == ("step-4", 4, ("sampled",))
+    last = bracket(PLANNED, "after", 12)
+    assert last is not None and last.modes == ("sampled", "greedy")
+
+
+def test_what_the_best_version_is_chosen_by_is_measured_each_time() -> None:
+    greedy = replace(PLANNED, evaluation=EvaluationConfig(every=4, best="held_out.greedy"))
+    plan = due(greedy, 8)
+    assert plan is not None and plan.modes == ("sampled", "greedy")
+
+
+def test_nothing_is_evaluated_without_rows_or_without_a_reward() -> None:
+    for job in (replace(PLANNED, dataset=DatasetConfig()), replace(PLANNED, reward=RewardConfig())):
+        assert due(job, 4) is None and bracket(job, "before", 0) is None
+    without = replace(PLANNED, evaluation=EvaluationConfig(every=0, before=False))
+    assert due(without, 4) is None and bracket(without, "before", 0) is None
+
+
+def test_figures_have_names() -> None:
+    datasets = [EvaluationDataset("a", "x", samples=4, pass_at=[1, 4])]
+    assert figures(EvaluationConfig(datasets=datasets), held_out=True) == [
+        "held_out.sampled",
+        "held_out.greedy",
+        "a.mean",
+        "a.pass@1",
+        "a.pass@4",
+    ]

@@ -1,0 +1,113 @@
+"""Tiers of sleeping processes, and processes whose host has no agent."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.host.settings import kept_file
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.residents.orphan import ORPHAN_S, until_orphaned
+from meshrl.common.mesh.residents.tiers import Keep, Take, Tiers
+from meshrl.common.state import registry
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.sim.loop import VirtualClock, VirtualLoop, run_virtual
+from tests.meshes import alone
+from tests.simulated_host import SimulatedHost, virtual
+
+BYTES = 100
+LEASE_MS = 6000
+
+
+class OneTensor:
+    """Sleeps and wakes, and asserts that nobody wakes what is awake."""
+
+    def __init__(self) -> None:
+        self.asleep = self.covered = False
+        self.refusal: Refused | None = None  # what `cover` raises
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.asleep else BYTES
+
+    async def sleep(self, keep: Keep) -> None:
+        assert not self.asleep
+        self.asleep = True
+
+    async def wake(self, take: Take) -> None:
+        assert self.asleep, "it sleeps"
+        self.asleep = False
+
+    async def move(self, tier: Tier) -> None:
+        assert self.asleep
+
+    async def cover(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def uncover(self) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, clock: VirtualClock, random: Random, files: Path) -> None:
+        mesh = alone("engine/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
+        self.sleeper = OneTensor()
+        self.tiers = Tiers(mesh, self.sleeper, "", str(files))
+
+    async def settle(self, tier: str) -> int:
+        """Bytes on the accelerator after it."""
+        wish = Settle(tier, self.tiers.epoch + 1, turns=False, segments="", files="")
+        return (await self.tiers.settle(wish)).accelerator
+
+
+def test_who_cannot_remove_what_it_kept_is_awake_all_the_same(tmp_path: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random, tmp_path)
+        await bench.settle("disk")
+        kept_file(str(tmp_path), "engine/g0.0").mkdir()  # what no unlink removes
+        assert await bench.settle("accelerator") == BYTES
+        assert bench.tiers.tier == Tier.ACCELERATOR
+        assert await bench.settle("memory") == 0
+        assert await bench.settle("accelerator") == BYTES
+
+    run_virtual(main, limit_s=60.0)
+
+
+def test_who_wakes_to_be_covered_and_is_not_says_that_it_is_awake(tmp_path: Path) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random, tmp_path)
+        await bench.settle("memory")
+        bench.sleeper.refusal = Refused("no checkpoint now")
+        for _ in range(2):
+            with pytest.raises(Refused, match="no checkpoint now"):
+                await bench.settle("absent")
+            assert bench.tiers.tier == Tier.ACCELERATOR
+        assert await bench.settle("accelerator") == BYTES
+        assert await bench.settle("memory") == 0
+
+    run_virtual(main, limit_s=60.0)
+
+
+@virtual
+async def test_a_host_that_stood_still_orphans_nobody_and_one_without_an_agent_does(
+    clock: VirtualClock, random: Random
+) -> None:
+    mesh = alone("worker/w0", clock, random, SimulatedHost(clock, random))
+    agent = registry.Entry(f"node/{mesh.settings.host}", "node", incarnation="a")
+    await registry.register(mesh.state, agent, LEASE_MS)
+    orphaned = asyncio.create_task(until_orphaned(mesh))
+    await clock.sleep(1.0)
+    cast(VirtualLoop, asyncio.get_running_loop()).now += 10 * ORPHAN_S  # it looks first
+    await clock.sleep(3.0)
+    assert not orphaned.done(), "its agent has had no time to renew its lease"
+    await registry.register(mesh.state, agent, LEASE_MS)
+    await clock.sleep(5.0)
+    began = clock.monotonic()
+    assert (await orphaned).startswith(f"{agent.name} has held no lease for {ORPHAN_S:g} s")
+    assert ORPHAN_S <= clock.monotonic() - began <= ORPHAN_S + 10.0

@@ -1,0 +1,278 @@
+"""Simulated engines, loaded prefixes and HeterMoE: close to their declared and measured times."""
+
+from __future__ import annotations
+
+import json
+from statistics import mean
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrl.common.api.engine import Finish
+from meshrl.common.generation.builtin.schedule import PREFILL_TOKENS
+from meshrl.common.generation.loading import CHUNK
+from meshrl.common.hardware.zebra.costs import Costs
+from meshrl.common.hardware.zebra.schedule import attention_order
+from meshrl.common.hardware.zebra.timeline import makespan
+from meshrl.sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
+from meshrl.sim.prefixes.meeting import PrefixCurve, closed_form, events
+from meshrl.sim.zebra.figures import NEAR, K, PaperFigure, causes, runs
+from meshrl.sim.zebra.orders import all_orders, best_of_all, best_of_swaps
+from meshrl.sim.zebra.runs import plain, with_and_without
+from meshrl.sim.zebra.setups import MODELS, ON_PREM, SETUPS, PaperModel, grid, profile
+from tests.unit.common.generation.engines_under_test import VOCAB, StandingClock, request, simulated
+
+
+def clock_of(engine: object) -> StandingClock:
+    clock = engine._clock  # type: ignore[attr-defined]
+    assert isinstance(clock, StandingClock)
+    return clock
+
+
+def test_each_request_runs_at_the_declared_rate_whatever_runs_beside_it() -> None:
+    engine, listener = simulated(slots=8, rate=40.0)
+    engine.submit([request(i, max_new=1000) for i in range(5)])
+    clock_of(engine).pass_(10.0)
+    engine.step()
+    listener.drain()
+    assert [len(h.tokens) for h in listener.heard.values()] == [400] * 5
+
+
+def test_a_step_is_never_early() -> None:
+    engine, _ = simulated(rate=40.0)
+    engine.submit([request(1)])
+    assert engine.due_s == pytest.approx(0.025)
+    clock_of(engine).pass_(0.02)
+    assert engine.step() and engine.tokens_generated == 0
+    clock_of(engine).pass_(engine.due_s)
+    assert engine.step() and engine.tokens_generated == 1
+
+
+def test_a_slot_that_came_free_between_two_steps_was_used_from_then_on() -> None:
+    engine, listener = simulated(slots=1, rate=10.0)
+    engine.submit([request(i, max_new=10) for i in range(3)])
+    clock_of(engine).pass_(2.5)
+    engine.step()
+    listener.drain()
+    assert [len(listener.heard[i].tokens) for i in range(3)] == [10, 10, 5]
+    assert engine.running == 1 and engine.waiting == 0
+
+
+def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
+    _, listener = simulated(slots=2000, rate=100.0, lengths=(50.0, 0.7))
+    requests = [request(i, max_new=5000, stop_ids=(3,)) for i in range(2000)]
+    clock_of(listener.engine).pass_(0)
+    listener.engine.submit(requests)
+    clock_of(listener.engine).pass_(1000.0)
+    heard = listener.run()
+    lengths = np.array([len(h.tokens) for h in heard.values()])
+    assert np.median(lengths) == pytest.approx(50, rel=0.08)
+    assert np.log(lengths).std() == pytest.approx(0.7, rel=0.08)
+    assert all(
+        h.finish == [Finish.STOP] and h.tokens.index(3) == len(h.tokens) - 1 for h in heard.values()
+    )
+
+
+def test_a_length_that_does_not_fit_is_cut() -> None:
+    _, listener = simulated(lengths=(100.0, 0.8))
+    heard = listener.run(*(request(i, max_new=5, stop_ids=(3,)) for i in range(20)))
+    assert all(len(h.tokens) <= 5 for h in heard.values())
+    assert sum(h.finish == [Finish.LENGTH] for h in heard.values()) > 15
+
+
+def test_the_time_of_a_pause_does_not_count() -> None:
+    engine, listener = simulated(rate=10.0)
+    engine.submit([request(1, max_new=100)])
+    clock_of(engine).pass_(1.0)
+    engine.pause()
+    clock_of(engine).pass_(50.0)
+    engine.resume()
+    clock_of(engine).pass_(1.0)
+    engine.step()
+    listener.drain()
+    assert len(listener.heard[1].tokens) == 20
+
+
+def test_the_same_request_resubmitted_later_goes_on_with_the_same_tokens() -> None:
+    whole = simulated()[1].run(request(1, [4, 5], max_new=30, seed=6))[1].tokens
+    rest = simulated()[1].run(request(2, [4, 5, *whole[:11]], max_new=19, seed=6))[2].tokens
+    assert rest == whole[11:]
+
+
+def test_two_runs_with_one_seed_are_the_same() -> None:
+    def run(seed: int) -> list[list[int]]:
+        heard = simulated(seed=seed, lengths=(8.0, 0.8))[1].run(
+            *(request(i, stop_ids=(1,)) for i in range(9))
+        )
+        return [h.tokens for h in heard.values()]
+
+    assert run(4) == run(4)
+    assert run(4) != run(5)
+
+
+def test_tokens_of_two_versions_in_one_flush_say_which_is_which() -> None:
+    engine, listener = simulated(slots=2, rate=10.0)
+    engine.submit([request(1, max_new=6), request(2, max_new=30), request(3, max_new=30)])
+    for version in (1, 2):
+        clock_of(engine).pass_(0.4)
+        engine.swap({}, version)
+    clock_of(engine).pass_(0.4)
+    engine.step()
+    listener.drain()
+    assert listener.heard[1].versions == [0] * 4 + [1] * 2
+    assert listener.heard[2].versions == [0] * 4 + [1] * 4 + [2] * 4
+    assert listener.heard[3].versions == [1] * 2 + [2] * 4, "it took the first one's slot"
+
+
+def test_no_token_but_the_last_is_a_stop_token_whatever_the_vocabulary() -> None:
+    stops = (0, 5, VOCAB - 1)
+    _, listener = simulated(lengths=(60.0, 0.8))
+    heard = listener.run(*(request(i, max_new=500, stop_ids=stops) for i in range(30)))
+    seen = {token for h in heard.values() for token in h.tokens[:-1]}
+    assert seen == set(range(VOCAB)) - set(stops)
+
+
+def test_a_session_leaves_nothing_that_another_engine_could_take() -> None:
+    engine, listener = simulated()
+    listener.run(request(1, session=3))
+    assert engine.cached(3) is None and engine.copied(3, 0, 1) is None
+
+
+def test_even_costs_meet_where_both_take_as_long() -> None:
+    curve = PrefixCurve(0.1, 0.0)
+    met = closed_form(curve, 0.1 / PREFILL_TOKENS, 8192)
+    assert met.tokens == pytest.approx(4096) and met.seconds == pytest.approx(0.8)
+    slow = closed_form(curve, 0.3 / PREFILL_TOKENS, 8192)
+    compute_s, load_s = 1.6, 4.8
+    assert slow.seconds == pytest.approx(compute_s * load_s / (compute_s + load_s))
+
+
+@given(
+    first_s=st.floats(0.005, 0.5),
+    growth=st.floats(0, 0.1),
+    ratio=st.floats(0.05, 20),
+    chunks=st.integers(16, 256),
+)
+def test_the_engines_rules_are_never_far_from_it_nor_worse_than_either_alone(
+    first_s: float, growth: float, ratio: float, chunks: int
+) -> None:
+    tokens = chunks * CHUNK
+    curve = PrefixCurve(first_s, first_s * growth)
+    compute_s = curve.compute_s(0, tokens)
+    load_s = ratio * compute_s / tokens
+    met, best = events(curve, load_s, tokens), closed_form(curve, load_s, tokens)
+    step_s = curve.compute_s(tokens - PREFILL_TOKENS, tokens)
+    assert met.seconds >= best.seconds - 1e-6 - max(step_s, CHUNK * load_s) / 4
+    assert met.seconds <= min(compute_s, load_s * tokens) + step_s
+    assert met.seconds <= best.seconds + step_s + CHUNK * load_s
+
+
+def test_it_is_within_ten_percent_of_the_sources_table() -> None:
+    load_s = TOKEN_BYTES / GBPS_32
+    met = events(A100, load_s, 16384)
+    assert load_s * 16384 / met.seconds == pytest.approx(TABLE["x_load"], rel=0.1)
+    assert A100.compute_s(0, 16384) / met.seconds == pytest.approx(TABLE["x_compute"], rel=0.1)
+    assert H100.compute_s(0, 512) == pytest.approx(0.0274)
+    assert H100.compute_s(63 * 512, 64 * 512) == pytest.approx(0.0935)
+
+
+def test_others_in_the_same_steps_move_the_meeting_point() -> None:
+    load_s = TOKEN_BYTES / GBPS_32
+    alone, beside = (events(A100, load_s, 16384, others) for others in (0.0, 0.5))
+    assert beside.tokens < alone.tokens and beside.seconds > alone.seconds
+    assert beside.seconds < load_s * 16384
+
+
+def test_it_tells_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> None:
+    main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["reduction_load_2gbps"] == pytest.approx(0.946, rel=0.1)
+    assert abs(figures["x_load_off"]) < 0.1 and abs(figures["x_compute_off"]) < 0.1
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_parameters_make_experts_as_wide_as_mixtrals(model: PaperModel) -> None:
+    assert model.ffn == 3.5 * model.hidden
+    shape = model.shape
+    embeddings = 2 * 32_000 * model.hidden
+    assert shape.parameters - embeddings == pytest.approx(model.parameters, rel=0.03)
+    assert shape.active < shape.parameters
+
+
+def test_models_run_where_their_experts_divide() -> None:
+    assert grid(["O2"]) == [("W2", "O2"), ("D1", "O2"), ("D3", "O2")]
+    assert profile("D1", SETUPS["O1"]).slow.memory_bytes < 16e9
+
+
+def test_zebra_is_as_much_faster_than_expert_parallelism_as_the_source_says() -> None:
+    for k, source in ((4, 1 / 0.82), (32, 1.89)):
+        gains = [one.zebra / one.together for one in runs(ON_PREM, [k * K]).values()]
+        assert mean(gains) == pytest.approx(source, rel=NEAR)
+
+
+def test_baselines_are_slower_and_ideal_ones_nearly_as_fast() -> None:
+    found = runs(["O1"], [16 * K])
+    assert len(found) == 4
+    for one in found.values():
+        assert one.disaggregated < one.together < one.ideal < one.zebra
+        assert one.pipeline is not None and one.pipeline < one.zebra
+
+
+def test_hosted_experts_fill_the_bubbles_of_attention_ranks() -> None:
+    none, some = with_and_without("D1", 8 * K, plainly=True)
+    assert none.attention_utilisation == pytest.approx(0.55, rel=NEAR)
+    assert none.experts_utilisation == pytest.approx(0.89, rel=NEAR)
+    assert some.attention_utilisation > 0.8 and some.makespan < none.makespan
+    ours = with_and_without("D1", 8 * K)[1]
+    assert ours.makespan <= some.makespan + 1e-12
+
+
+def test_a_figure_that_is_far_off_has_a_cause() -> None:
+    near, far = PaperFigure("near", "", 1.0, 1.1), PaperFigure("dist", "", 0.55, 0.44)
+    assert far.off == pytest.approx(-0.2)
+    assert list(causes([near, far]).values()) == [["dist"]]
+    unheard = PaperFigure("unheard", "", 1.0, 2.0)
+    assert causes([unheard]) == {"not known": ["unheard"]}
+
+
+def test_all_orders_are_tried() -> None:
+    orders = set(all_orders(attention_order(1, 2), 2))
+    assert len(orders) == 70  # of two times four tasks
+    assert tuple(attention_order(1, 2)) in orders
+
+
+costs = st.builds(
+    Costs,
+    attention=st.floats(0.1, 1),
+    experts=st.floats(0.1, 1),
+    head=st.floats(0.5, 2),
+    dispatch=st.floats(0, 0.5),
+    combine=st.floats(0, 0.5),
+    backward=st.sampled_from((2.0, 3.0)),
+)
+
+
+@settings(max_examples=5)
+@given(st.lists(costs, min_size=5, max_size=5))
+def test_no_other_order_is_faster(many: list[Costs]) -> None:
+    for one, best in zip(many, best_of_all(1, 2, many), strict=True):
+        assert makespan(1, 2, one) == pytest.approx(best)
+
+
+@settings(max_examples=10)
+@given(costs, st.integers(0, 99))
+def test_no_swap_makes_a_longer_step_faster(one: Costs, seed: int) -> None:
+    assert best_of_swaps(4, 3, one, 60, seed) == pytest.approx(makespan(4, 3, one))
+
+
+def test_of_the_sources_costs_no_swap_is_faster_either() -> None:
+    one, _ = plain("D1", 8 * K)
+    assert best_of_swaps(8, 4, one, 60, 1) == pytest.approx(makespan(8, 4, one))
+
+
+def test_another_order_wins_where_the_last_piece_and_transfers_cost_nothing() -> None:
+    bare = Costs(attention=1.0, experts=0.5)
+    best = best_of_all(1, 2, [bare])[0]
+    assert 0.9 < best / makespan(1, 2, bare) < 1
