@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.host.ports import ANY, ports
 from meshrl.common.base.host.settings import OFF
+from meshrl.common.job.constraints import FileTable
+from meshrl.common.job.schema import Schema
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory import places, user
 from meshrl.directory.places import MeshPlace, find_mesh, running_launcher
 from meshrl.job.checks.machine import devices
-from meshrl.launch import background, ending, mesh_file
+from meshrl.job.toml import reading
+from meshrl.launch import background, ending
 from meshrl.launch.background import RootProgram
 from meshrl.launch.checks import addresses, redis_server
 from meshrl.launch.console import console
@@ -26,6 +29,35 @@ from meshrl.launch.head.launcher import serve
 from meshrl.launch.head.shape import MeshShape
 from meshrl.launch.holding import DirectoryHeld
 from meshrl.launch.services import plan
+
+
+@dataclass(frozen=True)
+class DurableConfig(FileTable):
+    """Where a copy is kept of what another host goes on from when this one is gone."""
+
+    url: str = ""  # of any kind that fsspec knows; empty: there is none
+
+
+@dataclass(frozen=True)
+class MeshFile(FileTable):
+    """A whole `mesh.toml`, checked."""
+
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    durable: DurableConfig = field(default_factory=DurableConfig)
+
+
+MESH = Schema(MeshFile, "docs/operations.md lists all keys of mesh.toml")
+
+
+def read(path: Path) -> MeshFile:
+    """What a file says; ConfigError names the line that is wrong."""
+    document, places = reading.read(path, "the file of the mesh")
+
+    def fail(key: str, message: str, fix: str) -> ConfigError:
+        return reading.mistake(path, places, key, message, fix)
+
+    return MESH.validated(document, fail)
+
 
 NEAR = "tcp://127.0.0.1:*"  # the gateway of a mesh of one host
 INVITATION = "join.token"  # in the mesh's directory
@@ -58,7 +90,7 @@ def up(root: Path | None, wanted: MeshShape, options: UpOptions) -> int:
     if options.foreground:
         console.begin(place, LAUNCHER)
     shape = _reached(wanted, options.gateway)
-    told = mesh_file.read(options.config) if options.config is not None else None
+    told = read(options.config) if options.config is not None else None
     shape = replace(shape, workers=_startable(shape))
     pool = told.pool if told is not None else pool_without_file(shape.workers)
     if running_launcher(place):

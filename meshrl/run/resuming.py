@@ -5,22 +5,195 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.base.errors import ConfigError, Damaged, NotFound, Refused, StateUnavailable
+from meshrl.common.base.errors import (
+    BadMessage,
+    ConfigError,
+    Damaged,
+    NotFound,
+    Refused,
+    StateUnavailable,
+)
 from meshrl.common.base.files import damage
-from meshrl.common.job.changing import differences, refusal
-from meshrl.common.records.checkpoints import steps_done
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.changing import changed, differences, refusal
+from meshrl.common.records.checkpoints import (
+    STATE,
+    all_checkpoints,
+    is_first,
+    last_named,
+    manifest_of,
+    steps_done,
+)
 from meshrl.common.state import events, jobs
+from meshrl.common.state.redis import embedded
 from meshrl.common.state.redis.client import State
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.layout.manifest import read_whole
 from meshrl.directory import job_file, places
 from meshrl.directory.asking import ANSWER_S, ask
 from meshrl.directory.claims import locked, runs
-from meshrl.directory.places import MeshPlace, shown
+from meshrl.directory.places import MeshPlace, shown, write_json
 from meshrl.directory.target import Run
 from meshrl.job import edited
-from meshrl.run import whole
+from meshrl.job.loaded import JobFile
+from meshrl.launch.checks import mesh_checks
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.restoring import put_back
+from meshrl.launch.head.shape import shape_of
+from meshrl.run.session import session, shape_for
+
+
+def go_on(run: Run, held: dict[str, Any], job: JobFile, changes: dict[str, tuple[Any, Any]]) -> int:
+    """The rest of the run; the exit status. `held` is what `job.json` says, `job` what the run is
+    to go on with, and `changes` how that differs.
+    """
+    own = run.place.root == run.directory
+    if changes:
+        mesh_checks.check(job)
+    elif own:
+        mesh_checks.check_mesh(job)
+
+    async def begin(launcher: Launcher) -> None:
+        row = await _known(run, held, launcher)
+        # What Redis has is what the steps were done with; the user's changes go on top of it.
+        document = changed(row.document, {key: new for key, (_, new) in changes.items()})
+        await _change(run, held, row, document, launcher.state)
+
+    # The mesh that the job asks for now, or the one that it was submitted to.
+    shape = shape_for(job.config) if own else shape_of(run.place)
+    return asyncio.run(session(run.directory, shape, begin))
+
+
+async def _known(run: Run, held: dict[str, Any], launcher: Launcher) -> jobs.JobRow:
+    """The job as Redis has it, given back to it if it is gone, before any service runs."""
+    state = launcher.state
+    known = {row.id: row for row in await jobs.jobs(state)}
+    if run.job not in known:
+        seen = launcher.seen(run.job)
+        checkpoint = await put_back(state, run.directory, run.job, held["document"], seen)
+        if checkpoint is not None:
+            print(f"redis has no job {run.job}; it starts again from {checkpoint.name}")
+    elif known[run.job].run_dir != str(run.directory):
+        shown = embedded.without_password(embedded.configured_url())
+        raise Refused(f"another job named {run.job} is in {shown}")
+    return await jobs.job(state, run.job)
+
+
+async def _change(
+    run: Run, held: dict[str, Any], row: jobs.JobRow, document: dict[str, Any], state: State
+) -> None:
+    """Puts what the run is to go on with on record, and opens it again if it had ended."""
+    path = run.directory / "job.json"
+    if changes := differences(row.document, document):
+        steps = document["budget"]["steps"]
+        if steps < row.version:
+            raise too_few(steps, row.version)
+        await jobs.change(state, run.job, document, changes, uuid.uuid4().hex)
+        told = {
+            "from_step": row.version + 1,
+            "lineage": row.lineage,
+            "was": {key: old for key, (old, _) in changes.items()},
+            "set": {key: new for key, (_, new) in changes.items()},
+        }
+        so_far = [*held.get("changes", []), told]
+        write_json(path, held | {"document": document, "changes": so_far})
+        for key, (old, new) in changes.items():
+            print(f"{key}: {old} -> {new}, from step {row.version + 1} on", flush=True)
+        row = await jobs.job(state, run.job)
+    elif held["document"] != document:  # it was changed, and cut off before it was noted
+        write_json(path, held | {"document": document})
+    if row.phase == jobs.Phase.FINISHED:
+        raise finished(run, row.document)
+    if row.ended:
+        await jobs.reopen(state, run.job, uuid.uuid4().hex)
+
+
+NAMED = 3  # missing files that an error names
+
+
+def check(run_dir: Path, held: Mapping[str, Any], place: MeshPlace) -> None:
+    """Returns if the run is whole; NotFound or Damaged names what is not. Files of its record are
+    mended when it goes on.
+    """
+    if place.root != run_dir and not place.directory.is_dir():
+        raise NotFound(
+            f"the mesh that the run in {run_dir} was submitted to is gone: {place.root}",
+            fix="Its Redis data and weights were there. " + _START_OVER,
+        )
+    _bundle(run_dir, held)
+    _checkpoint(run_dir, place)
+
+
+def _bundle(run_dir: Path, held: Mapping[str, Any]) -> None:
+    told = held["document"]["bundle"]
+    bundle = Path(told["dir"])
+    if not bundle.is_relative_to(run_dir.resolve()) and not bundle.is_relative_to(run_dir):
+        made = bundle.parent.parent
+        raise NotFound(
+            f"the run in {run_dir} was made in {made}, and its records name that place",
+            fix=f"Move it back: mv {run_dir} {made}",
+        )
+    if not bundle.is_dir():
+        raise NotFound(f"the run is not whole: {bundle} is missing", fix=bundle_files.START_OVER)
+    try:
+        bundle_files.check(bundle, bundle_files.of(held["document"]), large=True)
+    except Damaged as error:
+        raise Damaged(f"the run is not whole: {error.message}", fix=error.fix) from error
+
+
+def _checkpoint(run_dir: Path, place: MeshPlace) -> None:
+    """Returns if there is a checkpoint to go on from, or nothing to go on from: the trainer passes
+    over those that are not whole, and checks every byte of the one that it takes.
+    """
+    named, paths = last_named(run_dir), all_checkpoints(run_dir)
+    redis = place.redis.is_dir() and any(place.redis.iterdir())
+    if (not named and not paths) or (not redis and all(is_first(path) for path in paths)):
+        return
+    chunks = ChunkStore(place.root / "store")
+    trouble = f"{run_dir / 'checkpoints' / named}.json: it is missing"
+    for number, path in enumerate(reversed(paths)):
+        missing = _missing_of(path, chunks)
+        if missing is None:
+            return
+        trouble = trouble if number else missing
+    raise NotFound(
+        f"no checkpoint of the run is whole: {trouble}",
+        fix="Put it back from a copy of the run. " + _START_OVER,
+    )
+
+
+def _missing_of(checkpoint: Path, chunks: ChunkStore) -> str | None:
+    """What a checkpoint lacks, as far as names tell; None: nothing."""
+    directory = checkpoint.with_suffix("")
+    try:
+        held = manifest_of(checkpoint)
+    except (Damaged, NotFound) as error:
+        return f"{checkpoint}: {error.message}"
+    listed = {directory / name: Path(name).is_relative_to(STATE) for name in held["files"]}
+    missing = sorted(path for path in listed if not path.is_file())
+    if any(listed[path] for path in missing) or not any(listed.values()):
+        return _named(missing or [directory / STATE])
+    if not missing:  # the store's weights can be made again
+        return None
+    try:
+        tensors = read_whole(chunks.read, held["weights"]).tensors
+    except (NotFound, Damaged, BadMessage) as error:
+        return f"{_named(missing)}, and {chunks.path(held['weights'])}: {error.message}"
+    absent = [path for path in {chunks.path(t.chunk) for t in tensors} if not path.is_file()]
+    return _named(missing + sorted(absent)) if absent else None
+
+
+def _named(paths: list[Path]) -> str:
+    shown = ", ".join(map(str, paths[:NAMED]))
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    return f"{shown}{more} {'is' if len(paths) == 1 else 'are'} missing"
+
+
+_START_OVER = "To start over: meshrl run JOB"
 
 
 def resume(directory: Path, settings: list[str]) -> int:
@@ -37,7 +210,7 @@ def resume(directory: Path, settings: list[str]) -> int:
     if "mesh" in held and runs(run.place):
         return _on_the_mesh(run, settings)
     with locked(run.place, run_dir):
-        whole.check(run_dir, held, run.place)
+        check(run_dir, held, run.place)
     if not settings:
         _refuse_if_done(run, held["document"], held["document"])
     from meshrl.job import jobfile  # here, because pydantic takes half a second to import
@@ -49,7 +222,6 @@ def resume(directory: Path, settings: list[str]) -> int:
     for line in edited.notice(held["file"], document, run.shown) if "file" in held else []:
         print(line)
     # Imported here: only now is it sure that a mesh will be needed.
-    from meshrl.run.going_on import go_on
 
     return go_on(run, held, job, changes)
 

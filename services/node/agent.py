@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any, TypeVar
 
 from meshrl.common.api import node as api
 from meshrl.common.api.calls.interface import Look
-from meshrl.common.api.node import LogPart, Node, ReadLog
-from meshrl.common.api.stats import NodeStats
-from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.api.node import LogFile, LogPart, Node, ReadLog
+from meshrl.common.api.stats import DistanceStats, HostLoadStats, NodeStats
+from meshrl.common.base.errors import DeadlineExceeded, NotFound, StateUnavailable
 from meshrl.common.mesh.process.handle import Child
 from meshrl.common.mesh.process.host import Stoppable
+from meshrl.common.mesh.process.output.log_bounds import bound_file
 from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
 from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
 from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
@@ -30,14 +32,112 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import events
 from meshrl.common.state.pool.placing.taking import ALL
 from meshrl.common.state.pool.workers.names import worker_process
+from meshrl.common.state.redis.client import server_ms
 from meshrl.services.node import old_runs
 from meshrl.services.node.adopting import Notes
 from meshrl.services.node.gpus.accelerators import WorkerAccelerator
 from meshrl.services.node.gpus.watch import GpuWatch
-from meshrl.services.node.host_load import Distance, HostLoad
 from meshrl.services.node.isolation import OwnIsolation
 from meshrl.services.node.job_services import JobServices
-from meshrl.services.node.log_files import HostLogFiles
+
+MOST_BYTES = 1 << 20  # of a part, whatever is asked for
+ENDING = ".log"
+
+
+class HostLogFiles:
+    """Those in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def listed(self) -> list[LogFile]:
+        found = []
+        for path in sorted(self._directory.glob(f"*{ENDING}")):
+            about = path.stat()
+            found.append(LogFile(path.stem, about.st_size, about.st_mtime))
+        return found
+
+    def read(self, name: str, offset: int, most: int) -> LogPart:
+        """A part of a file from `offset` on, whole lines if there is one; or of so many bytes
+        before its end if that is less than 0. NotFound.
+        """
+        if name not in (file.name for file in self.listed()):
+            raise NotFound(f"there is no log {name!r:.200} here")
+        with (self._directory / (name + ENDING)).open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size + offset) if offset < 0 else min(offset, size)
+            file.seek(start)
+            content = file.read(max(0, min(most, MOST_BYTES)))
+        whole = content if offset < 0 else content[: content.rfind(b"\n") + 1] or content
+        return LogPart(whole.decode(errors="replace"), start + len(whole), size)
+
+    def bound(self) -> None:
+        """Start those again that are too long, whatever process writes to them."""
+        for path in self._directory.glob(f"*{ENDING}"):
+            bound_file(path)
+
+
+LOOK_S = 1.0
+WINDOW_S = 5.0  # that `busy_cores` is the mean of
+DISTANCE_LOOK_S = 10.0
+ANSWER_S = 5.0
+SAMPLES = 3  # the shortest trip of so many tells most
+
+
+class HostLoad:
+    """Statistics of the last look; none of the processors before the second."""
+
+    def __init__(self, mesh: Mesh, directory: Path) -> None:
+        """`directory` is on the disk whose room is told."""
+        self._mesh, self._directory = mesh, directory
+        self._looks: deque[tuple[float, float]] = deque()  # when, and busy seconds until then
+        self.stats = HostLoadStats()
+
+    async def run(self) -> None:
+        while True:
+            self.look()
+            await self._mesh.clock.sleep(LOOK_S)
+
+    def look(self) -> None:
+        now, (number, busy_s) = self._mesh.clock.monotonic(), self._mesh.host.cores()
+        self._looks.append((now, busy_s))
+        while len(self._looks) > 2 and self._looks[1][0] <= now - WINDOW_S:
+            self._looks.popleft()
+        since, before_s = self._looks[0]
+        room = self._mesh.host.room(self._directory)
+        self.stats = HostLoadStats(room.memory, room.disk)
+        if number and now > since:
+            busy = (busy_s - before_s) / (now - since)
+            self.stats = replace(self.stats, cores=number, busy_cores=round(min(busy, number), 2))
+
+
+class Distance:
+    """Statistics of the last look; none before the first."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.stats = DistanceStats()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                async with self._mesh.clock.timeout(ANSWER_S, "a look at the distance"):
+                    trip_ms, ahead_ms = min([await self._look() for _ in range(SAMPLES)])
+                self.stats = DistanceStats(round(trip_ms, 2), round(ahead_ms, 1))
+            except (StateUnavailable, DeadlineExceeded):
+                self.stats = DistanceStats()
+            await self._mesh.clock.sleep(DISTANCE_LOOK_S)
+
+    async def _look(self) -> tuple[float, float]:
+        """The round trip, and by how much this clock is ahead: Redis told its time about in the
+        middle.
+        """
+        clock = self._mesh.clock
+        before = clock.monotonic()
+        theirs = await server_ms(self._mesh.state)
+        trip_ms = 1000 * (clock.monotonic() - before)
+        return trip_ms, 1000 * clock.wall() - trip_ms / 2 - theirs
+
 
 T = TypeVar("T")
 BUDGET = (20, 120.0)  # restarts of a worker in seconds: spot hosts see faults every few seconds

@@ -15,8 +15,15 @@ import textwrap
 
 from meshrl.common.hardware.zebra.costs import Costs
 from meshrl.common.hardware.zebra.timeline import makespan
-from meshrl.sim.zebra.figures import NEAR, K, causes, compared, sensitivity
-from meshrl.sim.zebra.orders import best_of_all, best_of_swaps
+from meshrl.sim.zebra.figures import (
+    NEAR,
+    K,
+    best_of_all,
+    best_of_swaps,
+    causes,
+    compared,
+    sensitivity,
+)
 from meshrl.sim.zebra.runs import plain, with_and_without
 
 ORDERED = ((1, 2), (2, 2))  # layers and micro-batches of which all orders are tried

@@ -10,20 +10,172 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import select
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES, bound_file
 from meshrl.common.mesh.process.starting import opened_log
 from meshrl.directory.ownership import made_private
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.console.followed import Followed
+
+DEEP = 100  # brackets of a line: more may nest deeper than can be written
+LONGEST = 1 << 16  # characters of one object's text: what is longer goes on in the next
+BEGINS = "Traceback (most recent call last):"
+# Redis: `812:M 23 Nov 2026 14:17:14.123 # text`; its marks are debug, verbose, notice, warning.
+REDIS = re.compile(r"\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ ([-.*#]) ")
+REDIS_LEVELS = {".": "debug", "-": "debug", "*": "info", "#": "warning"}
+SAID = re.compile(r"(error|warning|critical|fatal)\b", re.IGNORECASE)
+
+
+class LogObjects:
+    """One log, line by line. What it has taken and not given may go on: see `rest`."""
+
+    def __init__(self, service: str) -> None:
+        """`service`: what the file says, until a line says it itself, and the job too."""
+        self._whose = {"service": service}
+        self._held: list[str] = []  # lines of one object that may not be whole
+        self._length = 0
+        self._traceback = False
+
+    def take(self, line: str, timestamp: str) -> Iterator[str]:
+        """The objects that are whole now. `timestamp`: for a line without one, in ISO 8601."""
+        if (found := _object(line)) is not None:
+            yield from self.rest(timestamp)
+            said = {key: str(found[key]) for key in ("service", "job") if found.get(key)}
+            self._whose = said if "service" in said else self._whose
+            yield self._json(found, timestamp)
+            return
+        indented = line[:1] in (" ", "\t")
+        if self._held and not indented and not self._traceback:
+            yield from self.rest(timestamp)
+        if not (line.strip() or self._held):
+            return
+        self._held.append(line)
+        self._length += len(line)
+        if line.endswith(BEGINS):  # perhaps after what somebody left unfinished
+            self._traceback = True
+        elif (self._traceback and not indented) or self._length > LONGEST:
+            yield from self.rest(timestamp)
+
+    def rest(self, timestamp: str) -> Iterator[str]:
+        """What is held, as nothing more came that belongs to it."""
+        held, self._held, self._length = self._held, [], 0
+        traceback, self._traceback = self._traceback, False
+        if held:
+            level = "error" if traceback else _level(held[0])
+            yield self._json({"event": "\n".join(held), "level": level}, timestamp)
+
+    def _json(self, found: dict[str, Any], timestamp: str) -> str:
+        whole = {"event": "", "level": "info", "timestamp": timestamp}
+        return json.dumps(self._whose | whole | found)
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    if not line.startswith("{"):
+        return None
+    try:
+        found = json.loads(line)
+        if line.count("[") + line.count("{") > DEEP:
+            json.dumps(found)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _level(text: str) -> str:
+    if redis := REDIS.match(text):
+        return REDIS_LEVELS[redis[1]]
+    said = SAID.match(text)
+    return "info" if said is None else "warning" if said[1].lower() == "warning" else "error"
+
+
+PART_BYTES = 1 << 18  # at once, so that one that says much keeps no other waiting
+LINE_BYTES = 1 << 20  # of a line: what is longer is told in parts
+PATIENCE_S = 2.0  # for the rest of a line: who was killed within one does not end it
+
+
+class Followed:
+    """One file. Writers append to it; it is opened for each look, as there may be thousands."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        """`start`: where what is new begins."""
+        self._path, self._at = path, start
+        self._lines = LogObjects(path.stem)
+        self._begun = b""  # of a line that is not whole
+        self._grew_s = 0.0
+        self.behind = False  # there was more than one part at the last look
+        self._held = False
+
+    def objects(self, now_s: float, timestamp: str, last: bool = False) -> Iterator[str]:
+        """What came since the last look, at most `PART_BYTES` of it; with `last` also what is not
+        whole.
+        """
+        if part := self._part():
+            self._grew_s = now_s
+            *whole, self._begun = (self._begun + part).split(b"\n")
+            if len(self._begun) > LINE_BYTES:
+                whole.append(self._begun)
+                self._begun = b""
+            for line in whole:
+                yield from self._lines.take(_text(line), timestamp)
+            self._held = True
+        elif last or (self._begun and now_s - self._grew_s > PATIENCE_S):
+            yield from self.rest(timestamp)
+        elif self._held or self._begun:
+            yield from self._lines.rest(timestamp)
+            self._held = False
+
+    def rest(self, timestamp: str) -> Iterator[str]:
+        """What was read and not told, as it may go on."""
+        begun, self._begun = self._begun, b""
+        if begun:
+            yield from self._lines.take(_text(begun), timestamp)
+        yield from self._lines.rest(timestamp)
+        self._held = False
+
+    def pass_over(self, most: int) -> int:
+        """Leaves out what is to be read, if that is more than `most` bytes; how many it was."""
+        behind = self._size() - self._at
+        if behind <= most:
+            return 0
+        self._at, self._begun = self._at + behind, b""
+        return behind
+
+    def _size(self) -> int:
+        try:
+            return os.stat(self._path).st_size
+        except OSError:  # it is gone: nothing more comes
+            return self._at
+
+    def _part(self) -> bytes:
+        size = self._size()
+        if size < self._at:  # it was made anew, or grew too long and starts again
+            self._at, self._begun = 0, b""
+        self.behind = False
+        if size <= self._at:
+            return b""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                part = file.read(PART_BYTES)
+        except OSError:  # it is gone
+            return b""
+        self._at += len(part)
+        self.behind = self._at < size
+        return part
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").rstrip("\r").replace("\0", "")
+
 
 POLL_S = 0.2
 BOUND_S = 5.0  # between two looks whether a file is too long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -12,12 +13,14 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation
-from meshrl.common.base.errors import ConfigError, NotAllowed, Refused
+from meshrl.common.base.errors import ConfigError, NotAllowed, NotFound, Refused
 from meshrl.common.base.host.interfaces import address_of, interface_behind
 from meshrl.common.base.host.settings import MeshSettings, advertised_host
 from meshrl.common.base.release import release
+from meshrl.common.base.urls import Url
+from meshrl.common.mesh.access import ticket
 from meshrl.common.mesh.access.line import Line
-from meshrl.common.mesh.access.ticket import GATEWAY_PORT, Ticket, named
+from meshrl.common.mesh.access.ticket import BEGINS, GATEWAY_PORT, LONGEST, Ticket, named
 from meshrl.common.state.pool.placing import taking
 from meshrl.directory import places, user
 from meshrl.directory.ownership import made_private
@@ -29,11 +32,69 @@ from meshrl.launch.checks import addresses
 from meshrl.launch.console import console
 from meshrl.launch.foreground import point_to
 from meshrl.launch.holding import DirectoryHeld
-from meshrl.launch.hosts import hosting, invitation, membership
+from meshrl.launch.hosts import hosting, membership
 from meshrl.launch.hosts.hosting import HostShape
 from meshrl.launch.hosts.membership import AUTHORITY, Membership, gateway_line
 from meshrl.launch.hosts.returning import MARKETS, Offer, as_told
 from meshrl.launch.services import plan
+
+JOIN_ENV = "MESHRL_JOIN"  # the text of a token, or where it is
+LOCAL = ("localhost", "127.0.0.1", "::1")
+# Of fsspec's, those by which nobody on the way reads what comes.
+PRIVATE = ("abfs", "abfss", "adl", "az", "file", "gcs", "gs", "https", "s3", "s3a", "sftp", "ssh")
+
+
+def found(given: str | None) -> Ticket:
+    """The ticket in a file, at a URL, in the standard input (`-`), or in $MESHRL_JOIN; ConfigError
+    says what is wrong with it, NotFound that there is none.
+    """
+    if given is not None and given.strip().startswith(BEGINS):
+        raise ConfigError(
+            "a token on a command line is seen by everybody on this host, and in its history",
+            fix=f"Put it into a file (chmod 600), or ${JOIN_ENV}, or pipe it to `meshrl join -`",
+        )
+    told = given or os.environ.get(JOIN_ENV, "")
+    if not told:
+        raise NotFound(
+            "no token to join with was given",
+            fix="Copy mesh/join.token of the head here, or make one there with `meshrl token "
+            "create --host`; then `meshrl join FILE`",
+        )
+    if told == "-":
+        return ticket.read(_a_token(sys.stdin.read(LONGEST), "the standard input"))
+    if "://" in told:
+        return ticket.read(_a_token(_fetched(told), told))
+    return ticket.read(told)
+
+
+def _fetched(url: str) -> str:
+    import fsspec
+
+    at = Url.of(url)
+    near, scheme = at.scheme == "http" and at.hostname in LOCAL, url.partition("://")[0]
+    if scheme not in PRIVATE and not near:  # nor is a chain of fsspec's, as zip://*::http://HOST
+        raise ConfigError(
+            f"a token is a secret, and {scheme}:// shows it to the network, or may",
+            fix=f"https, or one of {', '.join(PRIVATE)}",
+        )
+    try:
+        files, path = fsspec.core.url_to_fs(url)  # `fsspec.open` takes a ? for a pattern
+        with files.open(path, "rb") as file:
+            content: bytes = file.read(LONGEST)
+            return content.decode()
+    except (OSError, ValueError, ImportError, UnicodeDecodeError) as error:
+        told = Url.of(url)
+        said = told.hide(str(error))
+        raise ConfigError(f"no token can be read there: {said}", where=told.place) from None
+
+
+def _a_token(text: str, where: str) -> str:
+    if not text.strip().startswith(BEGINS):
+        raise ConfigError(
+            f"what is there is no token, which begins with {BEGINS}", where=Url.of(where).place
+        )
+    return text
+
 
 T = TypeVar("T")
 
@@ -83,7 +144,7 @@ def join(
     devices.usable(offer.device, offer.workers)
     if offer.market not in MARKETS:
         raise ConfigError(f"{offer.market!r} is no market", fix=f"Take one of {', '.join(MARKETS)}")
-    if known is not None and offer.ephemeral and (given or os.environ.get(invitation.JOIN_ENV)):
+    if known is not None and offer.ephemeral and (given or os.environ.get(JOIN_ENV)):
         known = standing(place, known.at(_elsewhere(head, known.address)))
     if known is not None and place.settings.is_file():
         back = HostShape.of(place)
@@ -97,7 +158,7 @@ def join(
         back = None
         _become_member(place, _invited(known, given, head), offer, began_s)
     point_to(place)
-    os.environ.pop(invitation.JOIN_ENV, None)  # nothing that runs here needs the token
+    os.environ.pop(JOIN_ENV, None)  # nothing that runs here needs the token
     if foreground:
         return asyncio.run(hosting.serve(place.root, health, drain_s))
     background.start(PROGRAM, place, "--health", health)
@@ -124,9 +185,9 @@ def standing(place: MeshPlace, known: Membership) -> Membership | None:
 
 def _invited(begun: Membership | None, given: str | None, head: str) -> Membership:
     """By the token of a try that was interrupted, unless another one is given."""
-    if begun is not None and given is None and not os.environ.get(invitation.JOIN_ENV):
+    if begun is not None and given is None and not os.environ.get(JOIN_ENV):
         return begun.at(_elsewhere(head, begun.address))
-    token = invitation.found(given)
+    token = found(given)
     same = begun is not None and begun.invitation == token.secret
     member = begun if begun is not None and same else Membership.new(token)
     return member.at(_elsewhere(head, token.address))

@@ -24,7 +24,7 @@ from meshrl.common.mesh.residents.tiers import Tiers
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.patience import patiently
-from meshrl.common.state import jobs
+from meshrl.common.state import events, jobs
 from meshrl.common.state.pool.demand import measured
 from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.common.weights.bulk.port import BulkClient
@@ -37,7 +37,6 @@ from meshrl.services.trainer.core.position import CommittedVersion, Position
 from meshrl.services.trainer.core.recovery import Recovery
 from meshrl.services.trainer.core.sleeping import CoreSleeper
 from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.gang.lost_ranks import RankLosses
 from meshrl.services.trainer.hybrids.gradients import Gradients
 from meshrl.services.trainer.initial.beginning import outline
 from meshrl.services.trainer.steps.batch import Refill, staleness
@@ -47,6 +46,33 @@ from meshrl.services.trainer.steps.timing import StepTimes
 from meshrl.services.trainer.versions.checkpointing import Checkpoints
 from meshrl.services.trainer.versions.publishing import Publisher
 from meshrl.services.trainer.versions.restoring import Restoring
+
+LOSSES = 3  # losses in a row at one step that end the job: repeating mends nothing
+
+
+class RankLosses:
+    """`in_a_row`: those since the last step that got done."""
+
+    def __init__(self, mesh: Mesh, job: str) -> None:
+        self._mesh, self._job = mesh, job
+        self.in_a_row = 0
+
+    async def note(self, error: RankLost) -> None:
+        """Tell of a loss, once; raise `error` when it is one too many, Fenced without a lease."""
+        mesh = self._mesh
+        self.in_a_row += 1
+        mesh.telemetry.log.warning("step cut off", error=str(error))
+        fields = {"job": self._job, "why": str(error)}
+        operation = mesh.random.token(8)
+        await patiently(
+            mesh.clock,
+            lambda: events.append_as(
+                mesh.state, mesh.name, mesh.token, "rank_lost", fields, operation
+            ),
+        )
+        if self.in_a_row == LOSSES:
+            raise error
+
 
 PHASE_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,12 @@ from meshrl.common.api.ranks import (
 from meshrl.common.base.errors import MeshError, RankLost
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import looked_at
 from meshrl.common.records.checkpoints import STATE, files_below
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.layout.laying import How
 from meshrl.common.weights.staging import Stager
 from meshrl.common.weights.store.weight_store import put_file
-from meshrl.services.trainer.ranks.errand import Errand
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.ranks.trouble import UNREADABLE, UNWRITABLE, tried, trouble_of
 from meshrl.services.trainer.rows.checkpoint_files import checkpoint_files
@@ -39,6 +40,36 @@ from meshrl.services.trainer.rows.filling import masters_of
 from meshrl.services.trainer.rows.saved import RowsMissing, SavedRows, files_for, save_rows
 
 T = TypeVar("T")
+ANSWER_S = 60.0  # until who asked hears that it goes on; well below the deadlines of the calls
+
+
+class Errand(Generic[T]):
+    """One at a time; its result stays until another one, or `close`."""
+
+    def __init__(self, answer_s: float = ANSWER_S) -> None:
+        self._answer_s = answer_s
+        self._key: Hashable = None
+        self._task: asyncio.Task[T] | None = None
+
+    async def asked(self, key: Hashable, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Return what `work`, begun once for a `key`, does; None while it goes on; RankLost."""
+        if self._task is None or key != self._key:
+            await self.close()
+            self._key, self._task = key, asyncio.create_task(work(), name="errand")
+            self._task.add_done_callback(looked_at)
+        task = self._task
+        await asyncio.wait([task], timeout=self._answer_s)
+        if task.cancelled():
+            raise RankLost("what was asked for was given up")
+        return task.result() if task.done() else None
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 Run = Callable[..., Awaitable[Any]]  # runs what blocks, on the thread of the rank's arithmetic
 
 

@@ -22,7 +22,7 @@ from meshrl.common.model.files.hf import save_model
 from meshrl.common.model.files.rows import load_model
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.weights.bulk.port import ChunkStore
-from meshrl.job.checks.machine.weights import READ_BYTES
+from meshrl.job.checks.machine.all_checks import READ_BYTES
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT, Run
 

@@ -19,8 +19,8 @@ from meshrl.services.trainer.steps.batch import Batch
 from meshrl.services.trainer.steps.step_parts import PAUSE, StepTook
 from meshrl.view.mesh.snapshot import MeshSnapshot
 from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
-from meshrl.view.recording.summary import RunEnd, summarize
 from meshrl.view.recording.usage import Tally
+from meshrl.view.report.report import RunEnd, summarize
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -90,7 +90,7 @@ def test_each_key_of_a_summary_has_a_unit_and_a_meaning() -> None:
 def test_each_gauge_of_a_mesh_is_documented() -> None:
     section = list(tables("operations.md", "### Of a host as a whole"))
     documented = {key for keys, *_ in section for key in re.findall(r"`(meshrl_\w+)`", keys)}
-    page = (ROOT / "meshrl/launch/outward/host_page.py").read_text()
+    page = (ROOT / "meshrl/launch/outward/outward.py").read_text()
     of_host = {f"meshrl_{name}" for name in re.findall(r'_family\(\s*"(\w+)"', page)}
     assert documented == of_host | {
         family.name for family in families(HeadSnapshot(MeshSnapshot()))

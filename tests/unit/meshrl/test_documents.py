@@ -14,7 +14,7 @@ from meshrl.cli import app
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.schema import JOB
 from meshrl.job.loaded import at
-from meshrl.launch.mesh_file import MESH, MeshFile
+from meshrl.launch.up_down import MESH, MeshFile
 
 ROOT = Path(__file__).parents[3]
 KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]

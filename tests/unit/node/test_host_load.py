@@ -8,7 +8,7 @@ from meshrl.common.api.stats import HostLoadStats
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.cores import Cores
 from meshrl.common.mesh.process.ends.limits import Room
-from meshrl.services.node.host_load import HostLoad
+from meshrl.services.node.agent import HostLoad
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.unit.common.generation.engines_under_test import StandingClock

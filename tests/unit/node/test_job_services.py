@@ -22,7 +22,7 @@ from meshrl.common.state.pool.store import store as pool
 from meshrl.common.state.redis.keys import PLANNER
 from meshrl.services.node.agent import NodeAgent
 from meshrl.services.node.gpus.accelerators import cpu_slots
-from meshrl.services.node.sandbox_code import CHANGED_S
+from meshrl.services.node.job_services import CHANGED_S
 from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.meshes import alone

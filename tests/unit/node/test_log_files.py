@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.base.errors import NotFound
-from meshrl.services.node.log_files import MOST_BYTES, HostLogFiles
+from meshrl.services.node.agent import MOST_BYTES, HostLogFiles
 
 
 def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Path) -> None:

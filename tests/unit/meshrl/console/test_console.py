@@ -18,7 +18,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console
-from meshrl.launch.console.followed import Followed
+from meshrl.launch.console.console import Followed
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]

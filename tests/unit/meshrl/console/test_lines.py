@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.launch.console.lines import LogObjects
+from meshrl.launch.console.console import LogObjects
 
 NOW = "2026-11-23T12:00:00Z"
 TRACEBACK = """\

@@ -11,7 +11,7 @@ import pytest
 from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.common.mesh.access.ticket import Ticket
 from meshrl.launch.checks import addresses
-from meshrl.launch.hosts import invitation
+from meshrl.launch.hosts import joining
 from meshrl.launch.hosts.joining import join
 from meshrl.launch.hosts.returning import Offer
 
@@ -30,49 +30,49 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_read_from_a_file_a_url_the_input_or_the_environment(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert invitation.found(str(file)) == TICKET
-    assert invitation.found(f"file://{file}") == TICKET
+    assert joining.found(str(file)) == TICKET
+    assert joining.found(f"file://{file}") == TICKET
     monkeypatch.setattr("sys.stdin", io.StringIO(TICKET.text))
-    assert invitation.found("-") == TICKET
+    assert joining.found("-") == TICKET
     for told in (TICKET.text, str(file)):
         monkeypatch.setenv("MESHRL_JOIN", told)
-        assert invitation.found(None) == TICKET
+        assert joining.found(None) == TICKET
 
 
 def test_a_token_on_a_command_line_is_refused_and_not_repeated(file: Path) -> None:
     with pytest.raises(ConfigError, match="seen by everybody") as error:
-        invitation.found(TICKET.text)
+        joining.found(TICKET.text)
     assert TICKET.text not in str(error.value)
 
 
 def test_what_shows_it_to_others_is_refused(file: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        invitation.found(str(file))
+        joining.found(str(file))
     place = "example.invalid/join.token"
     for scheme in ("http", "ftp", "HTTP", "simplecache::http", "filecache::https", "webhdfs"):
         with pytest.raises(ConfigError, match="shows it to the network"):
-            invitation.found(f"{scheme}://{place}")
+            joining.found(f"{scheme}://{place}")
     with pytest.raises(ConfigError, match="shows it to the network"):
-        invitation.found(f"zip://*::ftp://{place}")
+        joining.found(f"zip://*::ftp://{place}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
 def test_a_file_of_somebody_else_that_others_can_read_is_refused(file: Path) -> None:
     os.chown(file, 12345, 12345)
-    assert invitation.found(str(file)) == TICKET
+    assert joining.found(str(file)) == TICKET
     for mode in (0o640, 0o604):
         file.chmod(mode)
         with pytest.raises(ConfigError, match="others can read the token"):
-            invitation.found(str(file))
+            joining.found(str(file))
 
 
 def test_what_is_none_says_what_to_do(file: Path) -> None:
     with pytest.raises(NotFound, match=r"mesh/join.token.*token create --host"):
-        invitation.found(None)
+        joining.found(None)
     file.write_text("something else")
     with pytest.raises(ConfigError, match="is no token") as error:
-        invitation.found(f"file://{file}")
+        joining.found(f"file://{file}")
     assert "something else" not in str(error.value)
 
 

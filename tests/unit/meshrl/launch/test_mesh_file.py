@@ -11,7 +11,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.shape import POOL, pool_of
-from meshrl.launch.mesh_file import MeshFile, read
+from meshrl.launch.up_down import MeshFile, read
 
 
 @pytest.fixture

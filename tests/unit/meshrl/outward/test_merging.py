@@ -7,7 +7,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from meshrl.launch.outward.host_page import Merged
+from meshrl.launch.outward.outward import Merged
 
 FIRST = """\
 # HELP meshrl_tokens tokens

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from meshrl.launch.outward.host_page import scrape
+from meshrl.launch.outward.outward import scrape
 from meshrl.launch.outward.standing import MonitoredProcess
 from tests.load import scaled
 

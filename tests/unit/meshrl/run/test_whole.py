@@ -17,7 +17,7 @@ from meshrl.common.records.checkpoints import checkpoint_name, digests_below
 from meshrl.common.weights.chunks.chunks import ChunkStore
 from meshrl.common.weights.layout.manifest import packed
 from meshrl.directory.places import MeshPlace
-from meshrl.run import whole
+from meshrl.run import resuming
 
 
 def stored(chunks: ChunkStore, content: bytes) -> str:
@@ -78,7 +78,7 @@ class Made:
         return self.directory / "checkpoints" / name / "model.safetensors"
 
     def check(self) -> None:
-        whole.check(self.directory, self.held, MeshPlace(self.directory))
+        resuming.check(self.directory, self.held, MeshPlace(self.directory))
 
 
 @pytest.fixture
@@ -138,9 +138,9 @@ def test_a_run_that_was_moved_says_where_it_belongs(run: Made, tmp_path: Path) -
     moved = tmp_path / "moved"
     moved.mkdir()
     with pytest.raises(NotFound, match=f"mv {moved} {run.directory}"):
-        whole.check(moved, run.held, MeshPlace(moved))
+        resuming.check(moved, run.held, MeshPlace(moved))
 
 
 def test_a_mesh_that_a_run_was_submitted_to_may_be_gone(run: Made, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"gone: .*/up"):
-        whole.check(run.directory, run.held, MeshPlace(tmp_path / "up"))
+        resuming.check(run.directory, run.held, MeshPlace(tmp_path / "up"))

@@ -15,11 +15,11 @@ from meshrl.job.toml.writing import to_toml
 from meshrl.view.history.decisions import decisions
 from meshrl.view.history.gangs import Span, TimelineMark, WorkerTimeline, moves, spans
 from meshrl.view.history.run_snapshot import Evaluation
-from meshrl.view.recording.summary import RunEnd, planned_moves, summarize
 from meshrl.view.recording.usage import Tally
 from meshrl.view.report import charts, figures, timeline
 from meshrl.view.report import page as report_page
 from meshrl.view.report.page import html
+from meshrl.view.report.report import RunEnd, planned_moves, summarize
 
 ACCOUNT = {
     "opened": 512,

@@ -11,7 +11,7 @@ from meshrl.common.base.errors import Fenced, RankLost, StateUnavailable
 from meshrl.common.base.random import Random
 from meshrl.common.state import events, registry
 from meshrl.common.state.redis.client import State
-from meshrl.services.trainer.gang.lost_ranks import LOSSES, RankLosses
+from meshrl.services.trainer.core.core import LOSSES, RankLosses
 from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.redis.state import simulated_as
 from tests.meshes import alone

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from meshrl.common.base.errors import RankLost, StorageFull
-from meshrl.services.trainer.ranks.errand import Errand
+from meshrl.services.trainer.ranks.saving import Errand
 
 
 class Work:

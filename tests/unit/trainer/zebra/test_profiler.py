@@ -15,8 +15,8 @@ from meshrl.common.hardware.zebra.profile import kind_of_table
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.services.trainer.zebra import profiler, profiling
-from meshrl.services.trainer.zebra.profiler import profiled
+from meshrl.services.trainer.zebra import profiling
+from meshrl.services.trainer.zebra.profiling import profiled
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.zebra.cases import MIXTRAL, QWEN, SHARED
 
@@ -65,7 +65,7 @@ def test_each_architecture_is_measured(model: dict[str, Any]) -> None:
 
 
 def test_what_takes_long_is_measured_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "BUDGET_S", 0.0)
+    monkeypatch.setattr(profiling, "BUDGET_S", 0.0)
     found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock())
     assert found.kind.experts.at == (16,)
     assert found.kind.experts.of(32) == pytest.approx(2 * found.kind.experts.of(16))

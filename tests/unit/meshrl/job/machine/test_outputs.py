@@ -10,7 +10,7 @@ from meshrl.common.base.errors import MeshError, Refused
 from meshrl.common.base.files.at_url import AtUrl
 from meshrl.common.job.config import JobConfig
 from meshrl.directory.claims import claimed
-from meshrl.job.checks.machine import outputs
+from meshrl.job.checks.machine import all_checks
 from tests.unit.meshrl.job.machine.conftest import read
 
 
@@ -26,10 +26,10 @@ def test_a_url_that_cannot_be_written_is_refused_before_anything_starts(
         (f"simplecache::file://me:secret@{tmp_path}/out", "a chain of URLs"),
     ):
         with pytest.raises(MeshError, match=why) as caught:
-            outputs.writable(read(place, f'out="{url}"'))
+            all_checks.writable(read(place, f'out="{url}"'))
         assert "secret" not in str(caught.value)
     url = f"file://{tmp_path}/new/out"
-    outputs.writable(read(place, f'out="{url}"'))
+    all_checks.writable(read(place, f'out="{url}"'))
     assert list((tmp_path / "new/out").iterdir()) == []
 
 
