@@ -18,8 +18,16 @@ from meshrl.common.hardware.zebra.schedule import attention_order
 from meshrl.common.hardware.zebra.timeline import makespan
 from meshrl.sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
 from meshrl.sim.prefixes.meeting import PrefixCurve, closed_form, events
-from meshrl.sim.zebra.figures import NEAR, K, PaperFigure, causes, runs
-from meshrl.sim.zebra.orders import all_orders, best_of_all, best_of_swaps
+from meshrl.sim.zebra.figures import (
+    NEAR,
+    K,
+    PaperFigure,
+    all_orders,
+    best_of_all,
+    best_of_swaps,
+    causes,
+    runs,
+)
 from meshrl.sim.zebra.runs import plain, with_and_without
 from meshrl.sim.zebra.setups import MODELS, ON_PREM, SETUPS, PaperModel, grid, profile
 from tests.unit.common.generation.engines_under_test import VOCAB, StandingClock, request, simulated

@@ -17,7 +17,7 @@ from meshrl.common.mesh.process.ends.failure import Failure
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES, bound
 from meshrl.common.mesh.process.starting import Spawning
-from meshrl.services.node.log_files import HostLogFiles
+from meshrl.services.node.agent import HostLogFiles
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import module, python
 
