@@ -225,7 +225,7 @@ class ProcessHost:
         wait_s = self._random.expovariate(1 / self._machine.disk.slow_s)
         declared_s: Any = getattr(fn, "takes_s", None)
         if isinstance(declared_s, str):
-            declared_s = getattr(inspect.unwrap(fn).__self__, declared_s)  # type: ignore[attr-defined]
+            declared_s = getattr(inspect.unwrap(fn).__self__, declared_s)
         if declared_s is None:
             try:
                 with self._machine.disk.writing():
