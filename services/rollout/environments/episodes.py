@@ -109,10 +109,9 @@ class EpisodeProcess(EnvironmentChild):
         try:
             while True:
                 with contextlib.suppress(DeadlineExceeded):
+                    block = await child.recv(LOOK_S)
                     self._fresh = False
-                    for number, status, value in msgpack.unpackb(
-                        (await child.recv(LOOK_S)), raw=False
-                    ):
+                    for number, status, value in msgpack.unpackb(block, raw=False):
                         if number == PROBE:
                             self._probed = None
                             for late in self._late():

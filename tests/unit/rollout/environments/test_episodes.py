@@ -100,6 +100,19 @@ async def test_what_is_late_fails_alone(make: Make) -> None:
     assert await process.put((1, "text", "a")) == "a" and process.pid == pid
 
 
+async def test_what_comes_while_it_starts_waits_for_the_start_too(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "PROBE_S", 0.1)
+    (tmp_path / "program.py").write_text(f"import time\ntime.sleep(3)\n{PROGRAM}")
+    process = make(0.1)
+    first = process.put((1, "text", "a"))
+    await asyncio.sleep(0.1)
+    assert process.pid and not first.done()
+    second = process.put((2, "text", "b"))
+    assert (await first, await second) == ("a", "b")
+
+
 async def test_a_blocked_process_is_replaced(hasty: EpisodeProcess) -> None:
     await hasty.put((1, "text", ""))
     pid = hasty.pid
