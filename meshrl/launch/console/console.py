@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,8 @@ class LogPrinter:
         try:
             while left and not self._gone:
                 select.select([], [self._output], [])  # it may not wait by itself
-                left = left[os.write(self._output, left[:STEP_BYTES]) :]
+                with suppress(BlockingIOError):  # it is not to wait, and has too little room
+                    left = left[os.write(self._output, left[:STEP_BYTES]) :]
         except OSError:
             self._gone = True
 

@@ -137,6 +137,28 @@ def test_a_reader_that_has_gone_is_written_to_no_more(tmp_path: Path) -> None:
     os.close(writes)
 
 
+def test_output_that_takes_nothing_now_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, writes = os.pipe()
+    refused, write = [True], os.write
+
+    def full_at_first(output: int, content: memoryview) -> int:
+        if output == writes and refused:
+            refused.clear()
+            raise BlockingIOError
+        return write(output, content)
+
+    monkeypatch.setattr(os, "write", full_at_first)
+    following = console.LogPrinter(tmp_path, writes)
+    following.start()
+    (tmp_path / "0.log").write_text("x\n")
+    following.end()
+    os.close(writes)
+    with os.fdopen(reads) as lines:
+        assert not refused and json.loads(lines.readline())["event"] == "x"
+
+
 def all_of(file: Followed, last: bool = False) -> list[str]:
     found = []
     while True:
