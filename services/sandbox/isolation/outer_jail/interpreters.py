@@ -120,7 +120,8 @@ def content_of(interpreter: Interpreter, image: str = "") -> RootContent:
         shown = list(filter(os.path.exists, SHOWN))
         tops = {place: place for place in LINKS if os.path.lexists(place)}
     links = {inside: os.readlink(place) for inside, place in tops.items() if os.path.islink(place)}
-    binds = {place: place for place in (*shown, *interpreter.places)}
+    binds = {place: place for place in shown}
     binds |= {inside: place for inside, place in tops.items() if inside not in links}
+    binds |= {place: place for place in interpreter.places}  # it may lie below one of those
     binds |= {f"{PACKAGES}/{os.path.basename(each)}": each for each in interpreter.packages}
     return RootContent({**binds, f"{INSIDE}/jail": JAIL}, links)

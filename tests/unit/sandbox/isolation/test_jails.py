@@ -23,6 +23,7 @@ from meshrl.services.sandbox.grading.code.grading import Grading
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.jail import JailFailed, Ran
 from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.outer_jail import interpreters
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -285,6 +286,15 @@ async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
     async with launching(tmp_path / "log", interpreter=interpreter) as launcher:
         found = await ran(launcher, "import brought\nprint(brought.VALUE)")
     assert (found.status, found.stdout) == ("ok", b"17\n"), found.stderr
+
+
+def test_an_interpreter_below_what_else_is_shown_is_not_hidden_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreters, "LINKS", (str(tmp_path),))
+    place = str(tmp_path / "python")
+    binds = list(interpreters.content_of(Interpreter(place, False, (place,))).binds)
+    assert binds.index(str(tmp_path)) < binds.index(place)
 
 
 async def test_launchers_of_one_process_share_no_control_group(
