@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.base.files.lines import row_of, whole
+from meshrl.common.base.files.lines import row_of
 
 Sample = dict[str, Any]
 OLDER = ".older.jsonl"  # ends the name of a file that another has followed
@@ -25,15 +25,23 @@ def read(run_dir: Path) -> list[Sample]:
     """All samples of a run, oldest first, that are not damaged; a line that is being written is
     left for later.
     """
-    found = (sample for path in files(run_dir) for sample in whole(path))
+    found = (sample for path in files(run_dir) for sample in _rows(path))
     return sorted(found, key=lambda sample: float(sample["at"]))
 
 
 def evaluated(run_dir: Path) -> list[Sample]:
     """Those of evaluations, oldest first; the others, which may be many, are not held."""
-    every = (sample for path in files(run_dir) for sample in whole(path))
+    every = (sample for path in files(run_dir) for sample in _rows(path))
     found = (sample for sample in every if sample.get("evaluation"))
     return sorted(found, key=lambda sample: float(sample["at"]))
+
+
+def _rows(path: Path) -> Iterator[Sample]:
+    """The whole rows of a file, one by one; OSError where it is none, as for a directory."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and (sample := row_of(line[:-1])) is not None:
+                yield sample
 
 
 def damaged(run_dir: Path) -> list[str]:

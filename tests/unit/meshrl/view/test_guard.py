@@ -37,7 +37,7 @@ async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_resul
     (run_dir / "tracking.json").unlink()
     recorder = Recorder(launcher, "one", run_dir)
     recorder.tally.prefixes["1"] = {"of_a_later_version": None}  # type: ignore[dict-item]
-    recorder.trackers.offer([], [Event("1-0", 1, "evaluation", {"tag": "before"})])
+    recorder.trackers.offer([], [Event("1-0", 1, "evaluation", {"tag": "before", "step": 0})])
     await report.write(recorder)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["job"], summary["phase"], summary["lost"]) == ("one", "queued", 0)
