@@ -126,13 +126,16 @@ class Remote:
     def __len__(self) -> int:
         return int(_plain(self).ask("len"))
 
+    def __iter__(self) -> Any:
+        return place_of(self).ask("iter")
+
     def __contains__(self, value: Any) -> bool:
         place = place_of(self)
         if place.base is not None:
             return value in place.ask("content")
         if place.made or place_of(value) is not None or not place.side.trusted:
             return bool(place.ask("in", value))
-        return any(item is value or item == value for item in place.ask("iter"))
+        return any(item is value or item == value for item in self)
 
     def __bool__(self) -> bool:
         return bool(_plain(self).ask("bool"))
@@ -291,7 +294,7 @@ def _forwarded(operation: str) -> Callable[..., Any]:
     return lambda self, *arguments: place_of(self).ask(operation, *arguments)
 
 
-_FORWARDED = "iter:iter next:next getitem:item setitem:set_item delitem:del_item enter:enter"
+_FORWARDED = "next:next getitem:item setitem:set_item delitem:del_item enter:enter"
 for _pair in f"{_FORWARDED} setattr:set delattr:del copy:copy aiter:aiter".split():
     _name, _operation = _pair.split(":")
     setattr(Remote, f"__{_name}__", _forwarded(_operation))
