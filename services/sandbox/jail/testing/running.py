@@ -58,17 +58,16 @@ def run(program: dict[str, Any], channel: int, peer: int) -> None:
     try:
         items = tests.collected(program["source"], program.get("files") is True) if ready else []
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"[:TEXT]
         if side.refused:
             report(unsupported=side.refused, provoked=side.provoked)
         elif side.closed or side.failed or side.used:  # what the solution has or raises is no help
-            report(ready=False, tests=[], error=said)
+            report(ready=False, tests=[], error=_said(error))
         elif isinstance(error, Skipped):
             report(ready=True, tests=["skipped"])
             tests.skipped = True
             answer()
         else:
-            report(broken=said)
+            report(broken=_said(error))
         return
     ready = ready and bool(items or not side.used)  # it may have been asked for parameters
     report(ready=ready, tests=[item.name for item in items])
@@ -138,7 +137,7 @@ class Tests:
             if self._side.asserted:  # a wrong solution can spare itself what a callback asserts
                 self._side.refuse(KEPT, provoked=True)
         except BaseException as error:
-            return {"passed": False, "error": f"{type(error).__name__}: {error}"[:TEXT]}
+            return {"passed": False, "error": _said(error)}
         return {"passed": True, "error": ""}
 
     def _whole(self, item: Item) -> None:
@@ -229,6 +228,10 @@ class Tests:
         end = getattr(place, teardown, None)
         if end is not None:
             self._store.at_end("function", lambda: _call(end, argument))
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:TEXT]
 
 
 def _ended(store: Store, made: Any, end: str) -> Any:
