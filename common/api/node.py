@@ -44,8 +44,6 @@ class TakeTurn:
     ticket: int  # counts its requests: the same one again is the same request
     function: str  # generate | score | train_step | sync | save
     estimate_s: float  # how long it will take, as far as the resident knows; 0: it does not
-    needs: list[str]  # tensors that must be on the accelerator, by kind: parameters, gradients,
-    # optimizer, cache
 
 
 @message

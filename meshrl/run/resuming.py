@@ -7,7 +7,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshrl.common.base.errors import (
     BadMessage,
@@ -40,17 +40,20 @@ from meshrl.directory.places import MeshPlace, shown, write_json
 from meshrl.directory.target import Run
 from meshrl.job import edited
 from meshrl.job.loaded import JobFile
-from meshrl.launch.checks import mesh_checks
-from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.restoring import put_back
-from meshrl.launch.head.shape import shape_of
-from meshrl.run.session import session, shape_for
+from meshrl.launch.head.shape import MeshShape, shape_of
+
+if TYPE_CHECKING:
+    from meshrl.launch.head.launcher import Launcher
 
 
 def go_on(run: Run, held: dict[str, Any], job: JobFile, changes: dict[str, tuple[Any, Any]]) -> int:
     """The rest of the run; the exit status. `held` is what `job.json` says, `job` what the run is
     to go on with, and `changes` how that differs.
     """
+    from meshrl.launch.checks import mesh_checks  # a run that is refused needs none of these
+    from meshrl.run.session import session, shape_for
+
     own = run.place.root == run.directory
     if changes:
         mesh_checks.check(job)
@@ -326,7 +329,6 @@ def record_of(directory: Path) -> dict[str, Any]:
             known = ask(place, put_back, ANSWER_S)
         else:
             from meshrl.launch.head.launcher import Launcher  # only now is it needed
-            from meshrl.launch.head.shape import MeshShape
 
             known = asyncio.run(Launcher(place, MeshShape()).ask_redis(put_back))
         if known:

@@ -11,7 +11,7 @@ resident takes no turns the block runs at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -70,9 +70,7 @@ class Turns:
             await self._none_free.wait()
 
     @asynccontextmanager
-    async def turn(
-        self, function: str, estimate_s: float = 0.0, needs: Sequence[str] = ()
-    ) -> AsyncIterator[None]:
+    async def turn(self, function: str, estimate_s: float = 0.0) -> AsyncIterator[None]:
         """The block runs in a turn. What else this process wants to compute waits for its end.
 
         `estimate_s` is of the block, where the caller knows better than what was measured. A keeper
@@ -86,7 +84,7 @@ class Turns:
         if self._holder is not None and self._holder is asyncio.current_task():
             raise Refused(f"{function} begins within a turn", where=self._mesh.name)
         async with self._busy:
-            ticket = await self.take(function, estimate_s, needs)
+            ticket = await self.take(function, estimate_s)
             self._holder = asyncio.current_task()
             began = self._mesh.clock.monotonic()
             try:
@@ -123,7 +121,7 @@ class Turns:
             task.add_done_callback(self._left.discard)
             raise
 
-    async def take(self, function: str, estimate_s: float = 0.0, needs: Sequence[str] = ()) -> int:
+    async def take(self, function: str, estimate_s: float = 0.0) -> int:
         """The ticket of a turn, for who cannot use a block: `give_back` must follow, whatever
         happens, and no other turn be asked for before.
         """
@@ -140,7 +138,6 @@ class Turns:
             ticket=self._asked,
             function=function,
             estimate_s=max(estimate_s, self.expected_s(function)),
-            needs=list(needs),
         )
         try:
             await self._ask(Worker.take_turn, request)

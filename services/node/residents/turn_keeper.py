@@ -149,7 +149,6 @@ class TurnKeeper:
                     request.function,
                     request.estimate_s,
                     frozenset(one.ranks),
-                    tuple(request.needs),
                 )
         raise NotThere(
             f"no resident {request.resident} of generation {request.generation} is on record",

@@ -42,7 +42,6 @@ class TurnRequest:
     function: str  # one of FUNCTIONS
     estimate_s: float  # 0: not known
     ranks: frozenset[int]  # all that the resident occupies
-    needs: tuple[str, ...] = ()  # kinds of tensors that must be on the accelerator
 
 
 @dataclass(frozen=True, slots=True)

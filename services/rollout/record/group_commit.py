@@ -49,10 +49,6 @@ class GroupCommit:
         self._committed_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def out(self) -> int:
-        return self._staging.out
-
     def open(self, trajectory: Trajectory) -> OpenRequest:
         request = self._staging.open(trajectory, asyncio.get_running_loop().create_future())
         if trajectory.watch is not UNTIMED:

@@ -163,7 +163,7 @@ def test_a_host_that_stood_still_gives_its_holders_the_time_that_they_had_left()
         keeper = TurnKeeper(stage.mesh("worker/w0"), "w0", kill, LEASES)
         keeper.follow(stage.gang)
         running = asyncio.create_task(keeper.run())
-        await keeper.take(TakeTurn("g0.0", 1, "engine/g0.0", "a", 1, "generate", 3.0, []))
+        await keeper.take(TakeTurn("g0.0", 1, "engine/g0.0", "a", 1, "generate", 3.0))
         await clock.sleep(1.0)
         cast(VirtualLoop, asyncio.get_running_loop()).now += 600.0  # the keeper looks first
         await clock.sleep(3.0)
@@ -302,7 +302,7 @@ def test_a_generation_that_is_not_on_record_gets_no_turn() -> None:
     async def story(stage: Stage) -> None:
         await stage.worker("w0")
         mesh, _ = await stage.resident(0)
-        old = TakeTurn("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0, [])
+        old = TakeTurn("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0)
         with pytest.raises(NotThere, match="generation 0"):
             await mesh.ref("worker/w0").call(Worker.take_turn, old)
 

@@ -300,7 +300,7 @@ class ShardBench:
         found: dict[str, Any] = {
             "stays": list(router.stays),
             "queue": router.waiting,
-            "requests": self.job.runner.commits.out,
+            "requests": self.job.runner.commits._staging.out,
             "waits": [w for w in self.mesh.waits.published([]) if w["what"] != "a hint"],
             "environments": OneCall.open_now,
             "sessions": sorted(self.sandbox.sessions),
