@@ -44,7 +44,11 @@ NOTHING = "none"  # no digest: what a sandbox may load whose job there is no mor
 
 
 class SandboxCode:
-    """`news` is called when some code has come."""
+    """The code that sandboxes may load, brought to a host that does not see where a job is at home.
+
+    Sandboxes, which run what the model wrote, may ask the weight store for nothing, and see no row
+    of a job. `news` is called when some code has come.
+    """
 
     def __init__(self, mesh: Mesh, news: Callable[[], None]) -> None:
         self._mesh, self._news = mesh, news

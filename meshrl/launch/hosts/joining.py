@@ -45,8 +45,8 @@ PRIVATE = ("abfs", "abfss", "adl", "az", "file", "gcs", "gs", "https", "s3", "s3
 
 
 def found(given: str | None) -> Ticket:
-    """The ticket in a file, at a URL, in the standard input (`-`), or in $MESHRL_JOIN; ConfigError
-    says what is wrong with it, NotFound that there is none.
+    """The ticket in a file, at a URL, in the standard input (`-`), or in $MESHRL_JOIN: a secret, so
+    never on a command line. ConfigError says what is wrong with it, NotFound that there is none.
     """
     if given is not None and given.strip().startswith(BEGINS):
         raise ConfigError(

@@ -8,18 +8,49 @@ from contextlib import asynccontextmanager
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
+from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import Damaged, RankLost
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.pace import TrainingPace, declared_pace, training_profile
+from meshrl.common.job.pace import LATE, TrainingPace, declared_pace, training_profile
 from meshrl.common.mesh.residents.tiers import Nap
 from meshrl.common.mesh.residents.turns import Turns
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.services.trainer.bins.packing import Bin
-from meshrl.services.trainer.compute.padding import Padding
+
+T = TypeVar("T")
+
+
+class Padding:
+    """Work slowed down to the speed of an emulated accelerator; what took longer by over LATE of
+    its time is counted.
+
+    So two cores can emulate several accelerators, as long as they compute faster than those. What
+    is padded is what the accelerator would be busy with: its time slice goes on being held.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._steps, self._late = 0, 0
+
+    @property
+    def late(self) -> dict[str, int]:
+        return {"paced": self._steps, "late": self._late}
+
+    async def take(self, seconds: float, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` returns, no sooner than after so long."""
+        clock = self._clock
+        began = clock.monotonic()
+        found = await work()
+        left_s = began + seconds - clock.monotonic()
+        if left_s > 0:
+            await clock.sleep(left_s)
+        self._steps += 1
+        self._late += clock.monotonic() - began > (1.0 + LATE) * seconds
+        return found
+
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class PieceKind(NamedTuple):

@@ -35,7 +35,7 @@ from meshrl.services.trainer.arithmetic.memory import LearnerMemory, taken_again
 from meshrl.services.trainer.arithmetic.stats import BinStats
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.compute.gradient_transfer import PIECE_S, Outbox
-from meshrl.services.trainer.compute.padding import Padding
+from meshrl.services.trainer.compute.piece_runner import Padding
 
 T = TypeVar("T")
 

@@ -38,7 +38,9 @@ SAME = ("job", "lineage", "version", "manifest", "ranks", "counts")
 
 
 class RankRows:
-    """The rows of one rank; `tier` is where they are."""
+    """The rows of one rank, which sleep step by step as rank 0 orders, so that all ranks go or
+    none; `tier` is where they are.
+    """
 
     def __init__(self, rank: Rank, run: Run, places: Places, where: str) -> None:
         self._rank, self._run, self.places, self._where = rank, run, places, where

@@ -44,7 +44,9 @@ ANSWER_S = 60.0  # until who asked hears that it goes on; well below the deadlin
 
 
 class Errand(Generic[T]):
-    """One at a time; its result stays until another one, or `close`."""
+    """Work that takes a rank longer than a call may last, and is asked for until it is done: one
+    piece at a time, whose result stays until another one, or `close`.
+    """
 
     def __init__(self, answer_s: float = ANSWER_S) -> None:
         self._answer_s = answer_s

@@ -13,7 +13,10 @@ from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import MeshError, StateUnavailable, StorageFull
 from meshrl.common.base.files.lines import LineFile
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.supervision.ended import forget_all
+from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.supervision.ended import EndReport, Reports, forget_all
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
 from meshrl.common.mesh.runtime.patience import patiently
 from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.pool.store.store import write_settings
@@ -21,13 +24,13 @@ from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.common.state.redis.client import State
 from meshrl.common.state.server.rollback import JobMark
 from meshrl.launch.head.restoring import put_back
-from meshrl.launch.services import plan
-from meshrl.sim.loop import VirtualLoop
-from meshrl.sim.machine import Machine, MachineClock
+from meshrl.launch.services import absolving, plan
+from meshrl.launch.services.services import BUDGET, GRACE_S
+from meshrl.sim.loop import VirtualClock, VirtualLoop
+from meshrl.sim.machine import Machine, MachineClock, ProcessHost
 from meshrl.sim.mesh.job.job import JOB, config_of, document_of, runs_of
 from meshrl.sim.mesh.job.workload import PacedWorkload
 from meshrl.sim.mesh.world.gate import VirtualGate
-from meshrl.sim.mesh.world.launcher import VirtualLauncher
 from meshrl.sim.mesh.world.programs import HOST, Surroundings
 from meshrl.sim.mesh.world.redis import VirtualRedis, state_of
 from meshrl.sim.network import MemoryNetwork
@@ -35,6 +38,73 @@ from meshrl.sim.process import VirtualProcess
 from meshrl.sim.record import EventRecord
 from meshrl.view.recording.recorded import EVENTS, event_of
 from meshrl.view.recording.recorder import LOOK_S
+
+
+class VirtualLauncher(Hooks):
+    """Its process is never killed: with it the mesh would end, as the product's does."""
+
+    def __init__(self, process: VirtualProcess, state: State, services: list[plan.Service]) -> None:
+        self.clock: VirtualClock = process.machine.clock
+        self.state, self.why = state, ""
+        self._process = process
+        self._specs = [
+            ChildSpec(
+                service.name,
+                list(service.argv),
+                budget=BUDGET,
+                critical=True,
+                stage=stage,
+                own_session=True,
+            )
+            for stage, service in enumerate(services)
+        ]
+        self._supervisor = self._supervised()
+        self._watch = LeaseWatch(
+            state, self.clock, HOST, lambda: self._supervisor.children.values()
+        )
+        self._reports = Reports(state, self.clock)
+        self._stopping = False
+
+    def _supervised(self) -> Supervisor:
+        return Supervisor(ProcessHost(self._process), self.clock, self._specs, hooks=self)
+
+    async def start(self) -> asyncio.Task[None]:
+        await self._supervisor.start()
+        return asyncio.create_task(self._watch.run(), name="watch leases")
+
+    async def kill_services(self) -> None:
+        """At once: Redis has gone back, and what has acted on it starts anew."""
+        self._stopping = True
+        for child in self._supervisor.children.values():
+            child.kill()
+        await self._supervisor.stop(GRACE_S)
+
+    async def start_again(self) -> None:
+        self._supervisor, self._stopping = self._supervised(), False
+        await self._supervisor.start()
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._reports.stop()
+        await self._supervisor.stop(GRACE_S)
+
+    async def ended(self, child: Child, end: ChildEnd) -> None:
+        if self._stopping or end.asked:
+            return
+        await self._watch.evict(child)
+        await self._reports.tell(
+            EndReport(child.name, end.code, end.why, end.failure, final=end.final)
+        )
+
+    async def absolved(self, spec: ChildSpec, end: ChildEnd) -> bool:
+        return await absolving.absolved(self.state, self._reports, spec, end, "")
+
+    def lease_expired(self, child: Child) -> bool:
+        return self._watch.expired(child)
+
+    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+        self.why = f"{spec.name} does not stay up ({why})"
+
 
 BOOT_S = 3.0  # from a power cut until the mesh is started again
 

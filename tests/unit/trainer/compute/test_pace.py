@@ -11,8 +11,7 @@ from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.random import Random
 from meshrl.common.job.pace import TRAINING_PROFILES, TrainingPace, training_profile
-from meshrl.services.trainer.compute.padding import Padding
-from meshrl.services.trainer.compute.piece_runner import PieceRunner
+from meshrl.services.trainer.compute.piece_runner import Padding, PieceRunner
 from meshrl.services.trainer.gang.compute import Compute
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.sim.loop import VirtualClock, run_virtual

@@ -16,7 +16,7 @@ from meshrl.common.job.config import (
     RewardConfig,
 )
 from meshrl.common.state import jobs
-from meshrl.services.trainer.steps.evaluation_gate import evaluated
+from meshrl.services.trainer.core.committing import evaluated
 from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
