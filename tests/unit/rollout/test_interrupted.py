@@ -53,7 +53,7 @@ def left(bench: TwoBuckets) -> dict[str, Any]:
         "waits": bench.rollout.waits.published([]),
         "held": [stay.trajectory.id for link in router.links.values() for stay in link.held],
         "out": [stay.trajectory.id for link in router.links.values() for stay in link.out],
-        "requests": router._sink.out,
+        "requests": router._sink._staging.out,
         "moves": [one for one in asyncio.all_tasks() if one.get_name() == "cache move"],
         "running": sum(service.engine.running for service in bench.engines.values()),
     }
