@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
+from loadtests.namespaces.init import are_permitted
 from meshrl.common.state.redis import embedded
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.jail.confinement import landlock
-from tests import ends, namespaces
+from tests import ends
 from tests.gpus.driver import Gpus, library
 from tests.runner import plugins
 from tests.sglang.interpreter import python
@@ -39,7 +40,7 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
     "shellcheck": lambda: shutil.which("shellcheck") is not None,
     "root": lambda: os.geteuid() == 0,
-    "netns": namespaces.are_permitted,
+    "netns": are_permitted,
     "iptables": lambda: all(map(shutil.which, ("iptables", "ip", "tc"))),
     "promtool": lambda: shutil.which("promtool") is not None,
     "nvcc": lambda: shutil.which("nvcc") is not None,

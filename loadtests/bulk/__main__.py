@@ -87,18 +87,13 @@ def serve(directory: Path, digest: str) -> None:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with context.wrap_socket(accepted, server_side=True) as connected:
             if connected.recv(1) == b"G":
-                _send(connected, path)
-
-
-def _send(connected: ssl.SSLSocket, path: Path) -> None:
-    room = memoryview(bytearray(FRAME_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while read := file.readinto(room):
-            connected.sendall(room[:read])
+                room = memoryview(bytearray(FRAME_BYTES))
+                with path.open("rb", buffering=0) as file:
+                    while read := file.readinto(room):
+                        connected.sendall(room[:read])
 
 
 def certificate(directory: Path) -> None:
-    """A key and a certificate of 127.0.0.1 that it has signed itself."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bulk")])
     now = datetime.datetime.now(datetime.UTC)
@@ -141,14 +136,12 @@ class Asking:
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
 
     def session(self, way: str) -> BulkSession:
-        """Of one that is ours."""
         magic = CHACHA if way == "chacha" else AES
         place = self._places[way]
         proof = ClientHandshake(self._own, self._server, place, way != "plain", magic)
         return BulkSession(place, proof, DEADLINE_S, 1 << 40)
 
     def get(self, way: str) -> None:
-        """The whole chunk, thrown away as it comes."""
         if way != "tls":
             with self.session(way) as session:
                 session.get(self._digest, 0, 1 << 40, lambda piece: None)
@@ -160,7 +153,6 @@ class Asking:
                 pass
 
     def greet(self, way: str) -> None:
-        """Nothing but a handshake."""
         if way != "tls":
             with self.session(way):
                 return
@@ -175,7 +167,6 @@ class Asking:
 
 
 def compare(rounds: int, size: int, directory: Path) -> dict[str, float]:
-    """Speed and cost of each way."""
     digest = ChunkStore(directory).write(os.urandom(size))
     certificate(directory)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}

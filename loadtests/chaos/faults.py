@@ -21,8 +21,7 @@ from typing import Any
 import psutil
 
 from loadtests.chaos.verdict import Report, summary_in, verdict
-from loadtests.damage.files import KINDS, LAUNCHER
-from loadtests.damage.harms import harm
+from loadtests.damage.files import KINDS, LAUNCHER, harm
 from loadtests.measuring.commands import meshrl
 from loadtests.measuring.entry import tell
 from loadtests.measuring.meshed import living
@@ -55,8 +54,6 @@ class Target:
 
 
 class Chaos:
-    """The faults of one run."""
-
     def __init__(self, run_dir: Path, seed: int, kinds: list[str], count: int) -> None:
         self.run_dir, self.kinds, self.count = run_dir, kinds, count
         self.random = random.Random(seed)
@@ -67,7 +64,12 @@ class Chaos:
     async def wreak(self) -> None:
         """Injects the faults one after the other while the run trains, until all are made."""
         while len(self.report.faults) < self.count:
-            await self._until_training()
+            settings = self.run_dir / "mesh" / "settings.json"
+            async with asyncio.timeout(UP_S):
+                while not settings.exists():
+                    await asyncio.sleep(0.2)
+            while await self._phase() != jobs.Phase.TRAINING:  # until this task is ended
+                await asyncio.sleep(0.5)
             await asyncio.sleep(self.random.uniform(*GAP_S))
             phase = await self._phase()
             if phase in jobs.ENDED:
@@ -87,7 +89,6 @@ class Chaos:
                 tell(f"no {fault} was made")
 
     async def _hit(self, fault: str) -> dict[str, Any]:
-        """Kills or stops one process; empty when there was none, or it ended by itself just now."""
         target = self._choose(await self._targets())
         if target is None:
             return {}
@@ -156,7 +157,6 @@ class Chaos:
         return {"named_s": named, "waited_for": waited}
 
     async def _stalls(self) -> list[dict[str, Any]]:
-        """What `meshrl status --stalled` says, as a user would ask."""
         words = ("status", "--stalled", "--json", "--mesh", str(self.run_dir))
         try:
             found: list[dict[str, Any]] = json.loads(await meshrl(*words, within_s=30.0))
@@ -194,14 +194,6 @@ class Chaos:
         kind = self.random.choice(kinds)
         return self.random.choice(sorted((t for t in targets if t.kind == kind), key=repr))
 
-    async def _until_training(self) -> None:
-        settings = self.run_dir / "mesh" / "settings.json"
-        async with asyncio.timeout(UP_S):
-            while not settings.exists():
-                await asyncio.sleep(0.2)
-        while await self._phase() != jobs.Phase.TRAINING:  # until this task is ended
-            await asyncio.sleep(0.5)
-
     @property
     def _url(self) -> str:
         """Of the mesh that runs now: one that was resumed has another."""
@@ -236,7 +228,6 @@ LEASED = (
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The verdict on a run under faults."""
     kinds = arguments.faults.split(",")
     folder = Path(tempfile.mkdtemp(prefix="meshrl-chaos-"))
     with _disk_of_its_own(folder) if "full" in kinds else contextlib.nullcontext():

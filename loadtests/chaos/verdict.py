@@ -25,12 +25,10 @@ class Report:
     unnamed: list[str] = field(default_factory=list)
 
     def made(self, fault: str) -> int:
-        """Return how many faults of a kind there were."""
         return sum(one["fault"] == fault for one in self.faults)
 
 
 def summary_in(run: Path) -> dict[str, Any]:
-    """Return the summary of a run; empty where there is none."""
     try:
         found: dict[str, Any] = json.loads((run / "summary.json").read_text())
     except (OSError, ValueError):

@@ -42,9 +42,7 @@ CONVERSATIONS: dict[str, tuple[list[Message], list[Message], list[Message]]] = {
 
 
 def directory_of(template: str, place: Path) -> Path:
-    """Writes a tokenizer of bytes with the template's special tokens, and the template, to
-    `place`.
-    """
+    """Write a tokenizer of bytes with the template and its special tokens to `place`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

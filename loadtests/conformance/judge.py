@@ -39,7 +39,6 @@ Verdicts = dict[tuple[str, str], Verdict]  # by row and solution
 
 
 def verdicts(rows: Iterable[Row], jobs: int) -> Verdicts:
-    """What the judge says of every solution."""
     solutions = [(row, which) for row in rows for which in row.solutions]
     printed = [one for one in solutions if isinstance(one[0].tests, list)]
     tested = [one for one in solutions if not isinstance(one[0].tests, list)]

@@ -73,9 +73,7 @@ def called(folder: Path, tests: dict[str, Any]) -> list[bool]:
 
 
 def equal(got: Any, want: Any) -> bool:
-    """As the documentation has it: tuples are lists, sets sorted lists, floats within 1e-6, whole
-    numbers exactly.
-    """
+    """Compare as documented: tuples as lists, sets as sorted lists, floats within 1e-6."""
     if isinstance(got, set | frozenset):
         got = sorted(got)
     if isinstance(want, list):

@@ -13,21 +13,229 @@ rest failed by name.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 import queue
 import random
+import re
+import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtests.damage.files import KINDS
-from loadtests.damage.harms import HARMS
-from loadtests.damage.trials import AT_REST, RUNNING, Slot, Trial, Verdict
+import psutil
+
+from loadtests.damage.files import HARMS, KINDS, LAUNCHER, Kind, harm
+from loadtests.measuring.commands import Command
 from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.meshed import living
+from loadtests.mistakes.job import JOB, Place, toml
+
+AT_REST, RUNNING = "at rest", "running"
+STEPS = 24
+OLDER, NEWER = 3, 7  # steps done when the older and the newer copy are made; a checkpoint every two
+NAMED_S = 60.0  # by when a failure must be named
+ENDS_S = 180.0  # by when a run must have ended, in one way or another
+UP_S = 120.0
+STEP = re.compile(r"step (\d+)/")
+SLOW = '''"""A reward that takes its time, so that a run can be met on its way."""
+
+import time
+
+
+def reward(row, turns):
+    time.sleep(0.4)
+    said = "".join(turn["text"] for turn in turns if turn["role"] == "model")
+    return float(row["answer"] in said)
+'''
+
+
+@dataclass(frozen=True)
+class Trial:
+    kind: Kind
+    how: str
+    when: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind.name}: {self.how}, {self.when}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`outcome`: recovered, named (a failure that says which file), silent, hung, or skipped."""
+
+    name: str
+    outcome: str
+    why: str
+    path: str
+    ended_s: float  # from the damage to the end of the command
+    status: int | None
+    lost: int | None
+    trained_twice: int | None
+    host_lost: int | None
+    said: list[str]  # lines that tell of the damage
+    output: str
+
+
+class _Run(Command):
+    @property
+    def steps(self) -> int:
+        """The last step that it has printed; 0 before."""
+        return max((int(found) for found in STEP.findall(self.text)), default=0)
+
+
+class Slot:
+    """A folder with a job, one run of it, and copies of that run: one trial at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.place = Place(root / "work")
+        self.run = self.place.root / "run"
+        self._older, self._newer = root / "older", root / "newer"
+
+    def prepare(self) -> None:
+        """Makes the run that every trial begins with. RuntimeError with what it printed instead."""
+        self.place.write("mine.py", SLOW)
+        job = JOB | {
+            "out": "run",
+            "training": {"checkpoint_every": 2, "keep_checkpoints": 2},
+            "budget": {"steps": STEPS},
+        }
+        self.place.write("job.toml", toml(job))
+        for words, steps, copy in (
+            (("run", "job.toml"), OLDER, self._older),
+            (("resume", "run"), NEWER, self._newer),
+        ):
+            command = _Run(self.place.root, *words)
+            came = command.until(lambda c=command, n=steps: c.steps >= n, UP_S)  # type: ignore[misc]
+            command.end()
+            if not came or command.steps >= STEPS:
+                raise RuntimeError(f"no run to damage:\n{command.text}")
+            _copied(self.run, copy)
+
+    def attempt(self, trial: Trial) -> Verdict:
+        """Damages a file and says what came of it; nothing is left running."""
+        shutil.rmtree(self.run, ignore_errors=True)
+        _copied(self._newer, self.run)
+        command: _Run | None = None
+        try:
+            if trial.when == RUNNING:
+                command = _Run(self.place.root, "resume", "run")
+                if not command.until(lambda: command.steps > NEWER, UP_S):  # type: ignore[union-attr]
+                    return _skipped(trial, f"it does not run:\n{command.text[-1000:]}")
+            readers = self._readers(trial.kind, command)
+            older = next(iter(trial.kind.found(self._older)), None)
+            path = next(iter(trial.kind.found(self.run)), None)
+            if path is None:
+                return _skipped(trial, "there is no such file")
+            if why_not := harm(trial.how, path, older, trial.kind.at_head):
+                return _skipped(trial, why_not)
+            began = time.monotonic()
+            before = len(command.lines) if command else 0
+            for pid in readers:  # at once: nothing newer must take the place of what was damaged
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if command is not None and LAUNCHER in trial.kind.readers:
+                command.wait(10.0)
+            if command is None or LAUNCHER in trial.kind.readers:
+                command, before = _Run(self.place.root, "resume", "run"), 0
+            status = command.wait(ENDS_S)
+            ended_s = time.monotonic() - began
+            return self._judge(
+                trial, path, [line for _, line in command.lines[before:]], status, ended_s
+            )
+        finally:
+            if command is not None:
+                command.end()
+
+    def _readers(self, kind: Kind, command: _Run | None) -> list[int]:
+        """The pids of those who read files of this kind when they start again."""
+        if command is None:
+            return []
+        if LAUNCHER in kind.readers:
+            return [command.program.pid]
+        url = _read(self.run / "mesh/settings.json").get("redis_url", "")
+        found = asyncio.run(living(url))
+        pids = [e.pid for e in found if e.name in kind.readers or e.kind in kind.readers]
+        return pids + (_redis_of(self.run) if "redis" in kind.readers else [])
+
+    def _judge(
+        self, trial: Trial, path: Path, lines: list[str], status: int | None, ended_s: float
+    ) -> Verdict:
+        summary = _read(self.run / "summary.json")
+        said = [line.strip() for line in lines if _tells(line, path)]
+        figures = {key: summary.get(key) for key in ("lost", "trained_twice", "host_lost")}
+        text = "".join(lines)
+        outcome, why = "recovered", ""
+        if status is None:
+            outcome, why = "hung", f"it runs after {ENDS_S:g} s"
+        elif "Traceback (most recent call last)" in text:
+            outcome, why = "silent", "a traceback"
+        elif status == 0 and (figures["lost"], figures["trained_twice"]) != (0, 0):
+            outcome, why = "silent", "exit status 0 with a wrong account"
+        elif status == 0 and summary.get("phase") != "finished":
+            outcome, why = "silent", "exit status 0, and not finished"
+        elif not said and trial.how not in trial.kind.unneeded:
+            outcome, why = "silent", "nothing tells of the damage"
+        elif status != 0:
+            outcome = "named" if ended_s <= NAMED_S else "hung"
+            why = said[-1][:300]
+        return Verdict(
+            name=trial.name,
+            outcome=outcome,
+            why=why,
+            path=str(path.relative_to(self.run)),
+            ended_s=round(ended_s, 1),
+            status=status,
+            said=[line[:300] for line in said[:5]],
+            output=text[-3000:],
+            **figures,
+        )
+
+
+def _copied(run: Path, to: Path) -> None:
+
+    def sockets(directory: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(directory, name).is_socket()}
+
+    shutil.copytree(run, to, symlinks=True, ignore=sockets)
+
+
+def _tells(line: str, path: Path) -> bool:
+    """Whether a line tells of damage to this file."""
+    words = ("damaged", "older than", "not whole", "quarantine", "set aside")
+    return path.name in line or any(word in line.lower() for word in words)
+
+
+def _skipped(trial: Trial, why: str) -> Verdict:
+    return Verdict(trial.name, "skipped", why, "", 0.0, None, None, None, None, [], "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _redis_of(run: Path) -> list[int]:
+    directory = str(run / "mesh" / "redis")
+    found = []
+    for process in psutil.process_iter(["pid", "name", "cwd"]):
+        name, cwd = process.info["name"] or "", process.info["cwd"] or ""
+        if ("redis" in name or "valkey" in name) and cwd.startswith(directory):
+            found.append(process.info["pid"])
+    return found
+
 
 ALL = [Trial(kind, how, when) for kind in KINDS for how in HARMS for when in (AT_REST, RUNNING)]
 
@@ -63,7 +271,6 @@ def main() -> int:
 
 
 def tried(trials: list[Trial], jobs: int) -> Any:
-    """The verdicts as they come."""
     if not trials:
         return
     with tempfile.TemporaryDirectory(prefix="damage-") as folder:
@@ -100,14 +307,10 @@ def summary(verdicts: list[dict[str, Any]]) -> dict[str, Any]:
     count = Counter(verdict["outcome"] for verdict in verdicts)
     made = len(verdicts) - count["skipped"]
     return {
-        "trials": made,
-        "skipped": count["skipped"],
         "hung": count["hung"],
         "silent": count["silent"],
         "named": count["named"],
         "recovered": round(count["recovered"] / made, 3) if made else None,
-        "lost": sum(verdict["lost"] or 0 for verdict in verdicts),
-        "trained_twice": sum(verdict["trained_twice"] or 0 for verdict in verdicts),
         "wrong": [v["name"] for v in verdicts if v["outcome"] in ("hung", "silent")],
     }
 

@@ -1,28 +1,72 @@
-"""The kinds of durable files of a run: where each lies, and who reads it while the run goes on."""
+"""The kinds of durable files of a run: where each lies, and who reads it while the run goes
+on; and the ways to damage one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loadtests.damage.harms import HARMS
 from meshrl.common.api.transfer.bulk import GROUPS
 
 DIGEST = re.compile(rb"[0-9a-f]{64}")
 LAUNCHER = "launcher"  # reads what only a resume reads
+HARMS = ("flip", "truncate", "empty", "delete", "older")
+HEAD_BYTES = 8
+
+
+def harm(how: str, path: Path, older: Path | None, at_head: bool) -> str:
+    """Does it; why it cannot be done, or an empty text."""
+    try:
+        return _harmed(how, path, older, at_head)
+    except FileNotFoundError:  # nothing needs it any more
+        return "it has gone"
+
+
+def _harmed(how: str, path: Path, older: Path | None, at_head: bool) -> str:
+    content = path.read_bytes()
+    match how:
+        case "flip":
+            if not content:
+                return "it is empty"
+            at = min(HEAD_BYTES, len(content)) - 1 if at_head else len(content) // 2
+            _over(path, content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+        case "truncate":
+            if len(content) < 2:
+                return "it is too short"
+            _over(path, content[: HEAD_BYTES // 2 if at_head else len(content) // 2])
+        case "empty":
+            _over(path, b"")
+        case "delete":
+            path.unlink()
+        case "older":
+            if older is None or older.read_bytes() == content:
+                return "there is no older one that differs"
+            stamped = path.with_name(path.name + ".older")
+            shutil.copyfile(older, stamped)
+            stamped.replace(path)
+        case _:
+            raise ValueError(how)
+    return ""
+
+
+def _over(path: Path, content: bytes) -> None:
+    """In place, as a disk would: whoever has the file open sees it too."""
+    with path.open("r+b") as file:
+        file.write(content)
+        file.truncate()
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`found` lists the files of one run, the one that will be read first; `readers` are the names
-    of the processes whose next start reads them.
-    """
+    """Files of one kind: `found` lists them, first the next to be read; `readers` read them."""
 
     name: str
     found: Callable[[Path], list[Path]]
@@ -83,7 +127,6 @@ def _manifests(run: Path) -> list[Path]:
 
 
 def _weights(run: Path) -> list[Path]:
-    """Chunks of the newest checkpoint's tensors."""
     named = {digest for path in _manifests(run)[:1] for digest in DIGEST.findall(path.read_bytes())}
     return [p for p in (_chunk(run, digest.decode()) for digest in sorted(named)) if p.is_file()]
 

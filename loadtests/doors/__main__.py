@@ -61,31 +61,8 @@ async def _trains(settings: MeshSettings) -> bool:
         await state.close()
 
 
-def secrets_of(settings: MeshSettings) -> list[str]:
-    """What must be nowhere: the secret, passwords, whatever is derived from it and sent."""
-    found = [settings.secret] if settings.secret else []
-    password = settings.redis_url.rpartition("@")[0].rpartition(":")[2]
-    return [*found, *([password] if "@" in settings.redis_url else [])]
-
-
-async def tried_by_nobody(plan: Plan) -> list[Tried]:
-    """What came of everything that a stranger tried."""
-    stranger = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "loadtests.doors.stranger"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(TRY_S):
-        told, _ = await stranger.communicate(json.dumps(plan.encode()).encode())
-    if stranger.returncode != 0:
-        sys.exit(f"the stranger ended with status {stranger.returncode}")
-    return [Tried(**one) for one in json.loads(told)]
-
-
 def spilled(plan: Plan, tried: list[Tried], secrets: list[str], root: Path) -> list[str]:
-    """Where a secret of the mesh shows: in what was told, in command lines, or in any file of the
-    run but its settings and its Redis.
-    """
+    """Return the places but settings and Redis where a secret of the mesh shows."""
     found = [one.what for one in tried if any(secret in one.told for secret in secrets)]
     for pid in plan.pids:
         with contextlib.suppress(OSError):
@@ -104,9 +81,7 @@ def spilled(plan: Plan, tried: list[Tried], secrets: list[str], root: Path) -> l
 
 
 def open_folder(deep: bool) -> Path:
-    """A new directory that anybody can look into: the run's own has to keep them out. `deep`: with
-    a path that is too long for a socket.
-    """
+    """Make a directory that anybody can look into; `deep`: its path is too long for a socket."""
     folder = Path(tempfile.mkdtemp(prefix="meshrl-doors-"))
     folder.chmod(0o755)
     if deep:
@@ -117,7 +92,6 @@ def open_folder(deep: bool) -> Path:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The verdict on a run whose doors were tried."""
     folder = open_folder(arguments.deep)
     place = MeshPlace(folder / "run")
     words = ["run", str(arguments.job), "--set", f"out={place.root}"]
@@ -131,8 +105,19 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         await until_training(place, mesh)
         settings = MeshSettings.from_file(place.settings)
         plan = await plan_of(place, settings)
-        tried = await tried_by_nobody(plan)
-        secrets = secrets_of(settings)
+        stranger = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "loadtests.doors.stranger"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(TRY_S):
+            told, _ = await stranger.communicate(json.dumps(plan.encode()).encode())
+        if stranger.returncode != 0:
+            sys.exit(f"the stranger ended with status {stranger.returncode}")
+        tried = [Tried(**one) for one in json.loads(told)]
+        found = [settings.secret] if settings.secret else []
+        password = settings.redis_url.rpartition("@")[0].rpartition(":")[2]
+        secrets = [*found, *([password] if "@" in settings.redis_url else [])]
         spills = spilled(plan, tried, secrets, place.root)
         status = await ended(mesh)
     finally:
@@ -156,7 +141,6 @@ async def ended(run: asyncio.subprocess.Process) -> int:
 def verdict(
     place: MeshPlace, plan: Plan, tried: list[Tried], spills: list[str], status: int
 ) -> dict[str, Any]:
-    """One flat object; `ok` is what the exit status says."""
     summary = summary_in(place.root)
     count = Counter(one.outcome for one in tried)
     books = {key: summary.get(key) for key in ("lost", "trained_twice")}

@@ -30,7 +30,6 @@ TOLD = 400
 
 @cache
 def methods() -> list[Method[Any]]:
-    """Those of all interfaces that services declare."""
     for module in pkgutil.walk_packages(meshrl.common.api.__path__, "meshrl.common.api."):
         importlib.import_module(module.name)
     found: dict[str, Method[Any]] = {}
@@ -65,13 +64,11 @@ def keyless(socket: zmq.Socket[bytes], key: bytes) -> None:
 
 
 def guessing(socket: zmq.Socket[bytes], key: bytes) -> None:
-    """With keys of its own making."""
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey, _ = zmq.curve_keypair()
 
 
 def informed(socket: zmq.Socket[bytes], key: bytes) -> None:
-    """With a key of its own, and the very key that it is answered with."""
     guessing(socket, key)
     socket.curve_serverkey = key
 

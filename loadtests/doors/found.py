@@ -24,9 +24,10 @@ CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, wh
 
 
 async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
-    """All doors of the mesh in `place`, which runs."""
     entries = await living(settings.redis_url)
-    pids = processes_of(place)
+    launcher = psutil.Process(int(read_pid(place)))
+    below = {child.pid for child in launcher.children(recursive=True)}
+    pids = {launcher.pid, *below, *belonging_to(place.settings.resolve())} - {os.getpid()}
     plan = Plan(pids={pid: named(pid) for pid in sorted(pids)})
     served = {urlsplit(settings.redis_url).port or -1: ("redis", "the mesh")}
     for entry in entries:
@@ -52,17 +53,7 @@ async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
     return plan
 
 
-def processes_of(place: MeshPlace) -> set[int]:
-    """Pids of the launcher, everything below it, and everything that was started with its
-    settings.
-    """
-    launcher = psutil.Process(int(read_pid(place)))
-    below = {child.pid for child in launcher.children(recursive=True)}
-    return {launcher.pid, *below, *belonging_to(place.settings.resolve())} - {os.getpid()}
-
-
 def read_pid(place: MeshPlace) -> int:
-    """The launcher's."""
     from meshrl.directory.places import read_json
 
     return int(read_json(place.launcher)["pid"])
@@ -75,7 +66,6 @@ def port_in(address: str) -> int:
 
 
 def connections(pid: int) -> list[Any]:
-    """Its sockets; none when it has ended."""
     try:
         return list(psutil.Process(pid).net_connections("all"))
     except psutil.NoSuchProcess:
@@ -83,7 +73,6 @@ def connections(pid: int) -> list[Any]:
 
 
 def named(pid: int) -> str:
-    """Its command line, in short."""
     try:
         return " ".join(psutil.Process(pid).cmdline())[-80:]
     except psutil.NoSuchProcess:

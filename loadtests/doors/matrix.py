@@ -9,9 +9,7 @@ effect. What it may not call it names with the right one, too. At the head of a 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +27,7 @@ from loadtests.doors.calls import call_all, framed, methods
 from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
 from loadtests.doors.planting import LARGEST_BYTES, Planting, plant
 from loadtests.doors.stranger import SAID, THREADS, at_port
+from loadtests.measuring.entry import options, report
 from meshrl.common.api.calls.callers import CALLERS, ROLES
 from meshrl.common.api.calls.interface import Interface, Method
 from meshrl.common.api.calls.role import Resting
@@ -73,8 +72,6 @@ ASIDE = "matrix"  # in the names of the keys that this shows
 
 @dataclass
 class Matrix:
-    """What was tried, and what came otherwise than the table says."""
-
     tried: int = 0
     errors: list[str] = field(default_factory=list)
     planting: Planting = field(default_factory=Planting)
@@ -94,7 +91,13 @@ async def role_matrix(
     pairs = {role: KeyPair.new() for role in sorted(ROLES)}
     bulk = {role: X25519PrivateKey.generate() for role in pairs}
     rows = {
-        role: Row(role, host, key_text(pair.public), f"{role}/{ASIDE}", _text_of(bulk[role]))
+        role: Row(
+            role,
+            host,
+            key_text(pair.public),
+            f"{role}/{ASIDE}",
+            bulk_key_text(bulk[role].public_key().public_bytes_raw()),
+        )
         for role, pair in pairs.items()
     }
     for role, row in rows.items():
@@ -110,9 +113,7 @@ async def role_matrix(
 
 
 def without_key(processes: Sequence[Process]) -> tuple[int, list[str]]:
-    """How many (process, method, way of asking) were tried by who has no key of the mesh, and
-    those that were answered.
-    """
+    """Count calls without a key in every way of asking, and name those that were answered."""
     tried = call_all(Plan(processes=list(processes)))
     return len(tried), [one.what for one in tried if one.outcome != REFUSED]
 
@@ -157,7 +158,8 @@ def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _A
     sent: dict[int, _Ask] = {}
     kind = process.name.partition("/")[0]
     for method, right in _calls(kind):
-        allowed = _may(role, kind, method.name)
+        found = ANSWERS.get(kind, Interface).methods.get(method.name)
+        allowed = found is not None and role in CALLERS[found.label]
         if allowed and right:
             continue  # that would run
         call_id = len(sent) + 1
@@ -169,21 +171,11 @@ def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _A
 
 
 def _calls(kind: str) -> Iterator[tuple[Method[Any], bool]]:
-    """Each method of each interface, with the right incarnation, and where processes of this kind
-    answer that name also with a wrong one.
-    """
+    """Yield each method, also with a wrong incarnation where this kind of process answers it."""
     for method in methods():
         yield method, True
         if method.name in ANSWERS.get(kind, Interface).methods:
             yield method, False
-
-
-def _may(role: str, kind: str, name: str) -> bool:
-    """Whether the table lets `role` call what a process of `kind` answers under this name: names
-    of methods alone cross the wire.
-    """
-    found = ANSWERS.get(kind, Interface).methods.get(name)
-    return found is not None and role in CALLERS[found.label]
 
 
 def _answer(frames: list[bytes]) -> tuple[int, str]:
@@ -199,7 +191,6 @@ def _answer(frames: list[bytes]) -> tuple[int, str]:
 
 
 async def tried(root: Path) -> dict[str, Any]:
-    """What came of all processes of the mesh in `root`, of which this host is the head."""
     place = MeshPlace(root)
     settings = MeshSettings.from_file(place.settings)
     async with AsyncExitStack() as opened:
@@ -242,19 +233,13 @@ def _code(rows: Sequence[jobs.JobRow]) -> dict[str, int]:
     return {digest: size for size, digest in listed if 0 < size <= LARGEST_BYTES}
 
 
-def _text_of(key: X25519PrivateKey) -> str:
-    return bulk_key_text(key.public_key().public_bytes_raw())
-
-
 def _ports(entries: Sequence[Entry]) -> Iterator[Port]:
-    """Those of calls and of bulk bytes; metrics are open on purpose."""
     for entry in entries:
         yield from _port(entry.address, "calls", entry.name)
         yield from _port(entry.bulk, "bulk", entry.name)
 
 
 def _gateway_ports(place: MeshPlace) -> Iterator[Port]:
-    """The door of those who hold tokens."""
     if found := identity.known(place.directory):
         yield from _port(found.address, "calls", "the gateway")
 
@@ -270,9 +255,9 @@ def _redis_ports(place: MeshPlace) -> Iterator[Port]:
     written = place.directory / "redis.conf"
     if written.exists():
         lines = [line.split() for line in written.read_text().splitlines() if line]
-        options = {words[0]: words[1] for words in lines if len(words) > 1}
-        if port := int(options.get("tls-port", "0")):
-            yield Port(options["bind"], port, "redis", "the mesh")
+        set_to = {words[0]: words[1] for words in lines if len(words) > 1}
+        if port := int(set_to.get("tls-port", "0")):
+            yield Port(set_to["bind"], port, "redis", "the mesh")
 
 
 def _knocked(ports: Sequence[Port]) -> list[Tried]:
@@ -284,10 +269,10 @@ def _knocked(ports: Sequence[Port]) -> list[Tried]:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("root", type=Path, help="of a mesh that was started with `--listen`")
-    figures = asyncio.run(tried(options.parse_args().root))
-    print(json.dumps(figures))
+    parser = options(__doc__)
+    parser.add_argument("root", type=Path, help="of a mesh that was started with `--listen`")
+    figures = asyncio.run(tried(parser.parse_args().root))
+    report(figures)
     wrong = figures["role_matrix_errors"] + figures["planted"]
     sys.exit(0 if wrong == 0 == 1 - figures["refused_without_key"] else 1)
 

@@ -21,8 +21,6 @@ ANSWERED = "answered"  # it told something, or had an effect
 
 @dataclass(frozen=True)
 class Process:
-    """A registered process that takes calls."""
-
     name: str
     address: str
     incarnation: str
@@ -40,8 +38,6 @@ class Port:
 
 @dataclass
 class Plan:
-    """Everything that there is to try."""
-
     ports: list[Port] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     sockets: list[str] = field(default_factory=list)  # unix sockets; abstract ones begin with @
@@ -50,14 +46,12 @@ class Plan:
 
     @classmethod
     def decode(cls, document: dict[str, Any]) -> Plan:
-        """The plan in a JSON document that `encode` made."""
         ports = [Port(**port) for port in document.pop("ports")]
         processes = [Process(**process) for process in document.pop("processes")]
         pids = {int(pid): name for pid, name in document.pop("pids").items()}
         return cls(ports, processes, pids=pids, **document)
 
     def encode(self) -> dict[str, Any]:
-        """As JSON holds it."""
         return asdict(self)
 
 

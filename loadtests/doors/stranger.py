@@ -56,9 +56,7 @@ LINKS = ("cwd", "root", "exe")
 
 
 def become_nobody() -> None:
-    """Drops everything; nothing brings it back. Its session is its own: who shares one may say
-    SIGCONT.
-    """
+    """Drop all privileges for good, in a session of its own: sharers of one may send SIGCONT."""
     os.setsid()
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -68,7 +66,6 @@ def become_nobody() -> None:
 
 
 def heard(connection: socket.socket) -> bytes:
-    """What comes within WAIT_S."""
     received = b""
     connection.settimeout(WAIT_S)
     try:
@@ -80,7 +77,6 @@ def heard(connection: socket.socket) -> bytes:
 
 
 def outcome(port: Port, said: bytes) -> str:
-    """What an answer amounts to."""
     if not said:
         return REFUSED
     if port.serves == "metrics":
@@ -115,7 +111,6 @@ def at_port(port: Port, what: str, tls: bool = False) -> Tried:
 
 
 def _anybody() -> ssl.SSLContext:
-    """A client that asks nobody for a certificate."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
@@ -138,7 +133,6 @@ def at_socket(path: str) -> Tried:
 
 
 def done(what: str, deed: Callable[[], object]) -> Tried:
-    """Answered if nothing refuses it."""
     try:
         told = deed()
     except OSError:
@@ -147,7 +141,6 @@ def done(what: str, deed: Callable[[], object]) -> Tried:
 
 
 def opened(path: str, flags: int) -> Callable[[], None]:
-    """Opens a file and closes it again."""
     return lambda: os.close(os.open(path, flags | os.O_NONBLOCK))
 
 

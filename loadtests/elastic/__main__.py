@@ -21,14 +21,15 @@ are told by how many gangs train; the planner begins with `--start` of them: a j
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from loadtests.elastic.figures import figures, good, moved
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.rounds import rotated
-from loadtests.paced.running import Arm, honest, run
+from loadtests.paced.running import Arm, honest, ratio_span, run
 from meshrl.sim.drift import Drift
 from meshrl.sim.mesh.job.workload import PacedWorkload
 
@@ -47,10 +48,51 @@ JOB = PacedWorkload(
     training="150/100",
     bin_tokens=MOST + 2,
 )
+BEST, WORST = 1.05, 0.77  # our time over the best static split's, and over the worst one's
+SPAN = 3.0  # T_rollout / T_train must move by so much, or there was nothing to follow
+SWITCH_SHARE, PLANNER_CPU_SHARE = 0.035, 0.02
+WALL_S = 720.0  # of all arms
+
+
+def figures(planner: Arm, statics: Sequence[Arm], workers: int, wall_s: float) -> dict[str, Any]:
+    """Return flat figures; `ratio_span` is the largest of the static splits'."""
+    ordered = sorted(statics, key=lambda arm: arm.rl_s)
+    span = max(map(ratio_span, statics))
+    found = {
+        "wall_s": round(wall_s, 1),
+        "ratio_best_static": round(planner.rl_s / ordered[0].rl_s, 4),
+        "ratio_worst_static": round(planner.rl_s / ordered[-1].rl_s, 4),
+        "ratio_span": round(span, 2),
+        **moved(planner, workers),
+        **honest([planner, *statics]),
+    }
+    found["valid"] = int(bool(found["valid"]) and span >= SPAN and wall_s <= WALL_S)
+    return found
+
+
+def moved(arm: Arm, workers: int) -> dict[str, Any]:
+    """What an arm's moves were worth and cost; None where there were none."""
+    took = arm.switches_s
+    return {
+        "moves": len(arm.moves),
+        "switch_s": round(statistics.median(took), 2) if took else None,
+        "switch_share": round(sum(took) / (workers * arm.rl_s), 4),
+        "planner_cpu_share": round(arm.planner_cpu_s / arm.cpu_s, 4),
+    }
+
+
+def good(found: Mapping[str, Any]) -> bool:
+    return bool(
+        found["valid"]
+        and found["moves"] >= 1
+        and found["ratio_best_static"] <= BEST
+        and found["ratio_worst_static"] <= WORST
+        and found["switch_share"] <= SWITCH_SHARE
+        and found["planner_cpu_share"] <= PLANNER_CPU_SHARE
+    )
 
 
 async def compared(steps: int, splits: list[int], start: int, seed: int) -> dict[str, Any]:
-    """Figures of all arms, which run in an order that the seed turns."""
     job = JOB.of_steps(steps)
     arms = {f"static_{k}": job.held(k - 1) for k in splits}
     arms["planner"] = job.beginning(start - 1)
@@ -65,13 +107,10 @@ async def compared(steps: int, splits: list[int], start: int, seed: int) -> dict
 
 async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
     """Figures of the planner's arm while engines are killed."""
-    began = time.monotonic()
     arm = await run("churn", JOB.of_steps(steps).beginning(start - 1), seed, MOST, KILL_S)
     tell(arm.row())
     told = moved(arm, WORKERS)
     return {
-        "wall_s": round(time.monotonic() - began, 1),
-        "planner_s": round(arm.rl_s, 1),
         "killed": arm.killed,
         "moves_under_churn": told.pop("moves"),
         **told,

@@ -23,7 +23,6 @@ from loadtests.engine.contestants import (
     LONG,
     SHORT,
     VLLM,
-    Answer,
     Contestant,
     generate,
     make_model,
@@ -37,7 +36,7 @@ from loadtests.measuring.entry import options, report
 NEW = 128
 BATCHES = (1, 8, 32)
 AT_4K = 32  # sequences
-NATIVE, NARROW, EAGER, GENERATE = "native", "native_bf16", "eager", "generate"
+NATIVE, EAGER, GENERATE = "native", "eager", "generate"
 VLLM_BF16, VLLM_F32 = "vllm_bf16", "vllm_float32"
 
 Seconds = dict[tuple[str, str], list[float]]  # (contestant, case) -> one for each round
@@ -61,13 +60,12 @@ def main() -> None:
         finally:
             for contestant in contestants.values():
                 contestant.close()
-    report(figures(contestants, found, share, chosen))
+    report(figures(contestants, found, share))
 
 
 def start(model: Path, folder: Path, new: int) -> dict[str, Contestant]:
     there = {
         NATIVE: ours(model, "native"),
-        NARROW: ours(model, "native", "bfloat16"),
         EAGER: ours(model, "eager", length=SHORT + new + 1),
         GENERATE: generate(model),
         VLLM_BF16: vllm(model, "bfloat16", folder),
@@ -91,22 +89,17 @@ def measure(
                 answer = contestant.ask(short, [sizes.new] * batch)
                 found.setdefault((name, f"b{batch}"), []).append(answer.cpu_s)
                 if name == NATIVE and batch == 32:
-                    shares.append(scheduler_share(answer))
+                    shares.append(1 - answer.compute_s / answer.wall_s)
         for name in contestants.keys() - {EAGER, GENERATE}:
             spent = contestants[name].decode_s(context, sizes.new)
             found.setdefault((name, "4k"), []).append(spent)
     return found, shares
 
 
-def scheduler_share(answer: Answer) -> float:
-    return 1 - answer.compute_s / answer.wall_s
-
-
 def figures(
     contestants: dict[str, Contestant],
     found: Seconds,
     shares: list[float],
-    sizes: argparse.Namespace,
 ) -> dict[str, Any]:
     """One flat object; ratios are peer's CPU-seconds over ours, null where there is no peer."""
 
@@ -116,14 +109,12 @@ def figures(
         return round(median(found[peer, case]) / median(found[us, case]), 3)
 
     ready = {name: contestant.ready for name, contestant in contestants.items()}
-    result: dict[str, Any] = {
+    return {
         "ratio_generate_b1": ratio(GENERATE, NATIVE, "b1"),
         "ratio_generate_b32": ratio(GENERATE, NATIVE, "b32"),
         "ratio_vllm_b1": ratio(VLLM_BF16, NATIVE, "b1"),
         "ratio_vllm_b32": ratio(VLLM_BF16, NATIVE, "b32"),
-        "ratio_vllm_b32_bf16": ratio(VLLM_BF16, NARROW, "b32"),
         "ratio_vllm_4k": ratio(VLLM_BF16, NATIVE, "4k"),
-        "ratio_vllm_4k_bf16": ratio(VLLM_BF16, NARROW, "4k"),
         "ratio_vllm_float32_b1": ratio(VLLM_F32, NATIVE, "b1"),
         "ratio_vllm_float32_b32": ratio(VLLM_F32, NATIVE, "b32"),
         "ratio_vllm_float32_4k": ratio(VLLM_F32, NATIVE, "4k"),
@@ -131,13 +122,7 @@ def figures(
         "scheduler_share": round(median(shares), 4),
         "vllm": ready.get(VLLM_BF16, {}).get("peer", "not built: make peers"),
         "vllm_dtype": ready.get(VLLM_BF16, {}).get("vllm_dtype"),
-        "generate": ready[GENERATE]["peer"],
-        "path": ready[NATIVE]["path"],
     }
-    for (name, case), seconds in found.items():
-        batch = sizes.at_once if case == "4k" else int(case[1:])
-        result[f"tokens_per_cpu_s_{name}_{case}"] = round(batch * sizes.new / median(seconds), 1)
-    return result
 
 
 if __name__ == "__main__":

@@ -94,7 +94,6 @@ def ours(model: Path, path: str, dtype: str = "float32", length: int = 4352) -> 
 
 
 def generate(model: Path) -> Contestant:
-    """transformers' `generate` in float32."""
     module = [sys.executable, "-m", "loadtests.peers.generate_worker"]
     return Contestant([*module, "--model", str(model), "--dtype", "float32"])
 
@@ -122,5 +121,4 @@ def make_model(folder: Path) -> Path:
 
 
 def prompts(count: int, length: int) -> Prompts:
-    """Draw prompts of so many tokens."""
     return [[random.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.hosts import arms
-from loadtests.hosts.flooded import flooded
-from loadtests.hosts.plan import BOOKS, Plan
+from loadtests.hosts.arms import flooded
+from loadtests.hosts.mesh import BOOKS, Plan
 from loadtests.jobs.mesh import Paces
 from loadtests.measuring.entry import arms_of, options, report
 from loadtests.measuring.rounds import Arm, measured
@@ -53,7 +53,6 @@ PARTS = {"ratio": ("three", "one")}
 
 
 def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
-    """The figures of all arms that ran."""
     every = [arm for runs in found.values() for arm in runs]
     answer: dict[str, Any] = {
         "valid": min(arm["valid"] for arm in every),

@@ -7,13 +7,20 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+import psutil
 
 from loadtests.hosts.eye import Look
-from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, mesh_over, step_of
-from loadtests.hosts.plan import Plan, books
-from loadtests.jobs.plan import greedy
+from loadtests.hosts.flood.growth import between, read
+from loadtests.hosts.flood.pouring import Pour, Poured
+from loadtests.hosts.mesh import ROOT, Honest, HostsMesh, Plan, books, mesh_over, step_of
+from loadtests.jobs.mesh import greedy
 from loadtests.measuring.rounds import Arm
+from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import Hosts
+from loadtests.namespaces.init import HOME
+from meshrl.common.mesh.process.peers import listeners
 
 WORKERS = 3  # in all: an engine, a core, and one that the planner gives to either
 EACH = (1, 1, 1)
@@ -24,10 +31,58 @@ AGAIN_S = 300.0  # until a job goes on after a host was lost
 TOKENS_S = 300.0
 MATRIX_S = 300.0
 RENEWED_S = 2.0  # a lease is renewed every 1.5 s: who is cut off is late since then at most
+STRANGER = 2  # number of the host that floods
+WAVES = 4  # the first fills what is filled once
+WAVE_S = 1800.0
+SETTLE_S = 35.0  # handshakes that were begun are given up after 30
+JAILED = "rlimit="  # in the command line of what a sandbox runs code in, and changes by itself
+
+
+async def flooded(plan: Plan) -> Arm:
+    """Frames from a third host to all ports of two that are not on their loopback."""
+    async with training(plan, (1, 1), STRANGER + 1) as (hosts, mesh, told):
+        listening = {
+            (host.number, process.pid): taken
+            for host in (hosts[0], hosts[1])
+            for process in host.processes()
+            if (taken := ports(process, host))
+        }
+        targets = sorted({place for taken in listening.values() for place in taken})
+        watched = [psutil.Process(pid) for _, pid in listening]
+        waves, readings = [], []
+        for number in range(WAVES):
+            waves.append(await poured(hosts[STRANGER], targets, plan.frames // WAVES, number))
+            await asyncio.sleep(SETTLE_S)
+            readings.append(read(watched))
+        grew = between(readings[0], readings[-1])
+        await further(mesh, 1)
+        told |= {
+            "flood_frames": sum(wave.frames for wave in waves),
+            "flood_frames_per_s": round(plan.frames / sum(wave.seconds for wave in waves)),
+            **grew.figures(),
+        }
+    return told
+
+
+def ports(process: psutil.Process, host: Host) -> list[tuple[str, int]]:
+    """Where a process listens that others reach; none for what does not last as long as its job."""
+    try:
+        taken = set() if JAILED in " ".join(process.cmdline()) else listeners(process.pid)
+    except (psutil.NoSuchProcess, FileNotFoundError):
+        return []
+    return [(host.address, end.port) for end in taken if not end.host.is_loopback]
+
+
+async def poured(host: Host, targets: list[tuple[str, int]], frames: int, seed: int) -> Poured:
+    """A wave from a host."""
+    pour = Pour(targets, frames, seed, most_s=WAVE_S)
+    host.path(f"{HOME}/pour.json").write_text(json.dumps(asdict(pour)))
+    words = f'exec "$0" -m loadtests.hosts.flood.pouring <{HOME}/pour.json'
+    ran = await host.run("sh", "-c", words, "python", timeout_s=WAVE_S)
+    return Poured(**json.loads(ran.out))
 
 
 async def demo(plan: Plan) -> Arm:
-    """The demo as it is, on three hosts of a worker each."""
     async with plan.hosts() as hosts, mesh_over(hosts, EACH) as mesh:
         honest = Honest(hosts)
         await mesh.submit(plan.job, "demo")
@@ -37,9 +92,7 @@ async def demo(plan: Plan) -> Arm:
 
 
 async def paced(plan: Plan, spread: bool) -> Arm:
-    """A paced job on three workers: of three hosts, or of the head alone. The network with its
-    delay stands in both.
-    """
+    """Time a paced job on three workers: of three hosts, or of the head with the same network."""
     async with plan.hosts() as hosts, mesh_over(hosts, EACH if spread else (WORKERS,)) as mesh:
         await mesh.until(lambda look: workers(mesh) == WORKERS, SETTLED_S)
         honest, began = Honest(hosts), time.monotonic()
@@ -81,12 +134,11 @@ async def killed(plan: Plan) -> Arm:
     """A host with a worker and a shard, killed while a paced job trains on three."""
     shards = f"rollout.shards={len(EACH)}"  # one on each
     async with training(plan, EACH, 0, plan.steps, shards) as (hosts, mesh, told):
-        on = [process["name"] for process in mesh.seen[-1].processes if _is_on(mesh, process, 1)]
         began = time.time()
         await hosts.kill(1)
         # The next step may have been computed already: the one after it was not.
         again = await further(mesh, 2)
-        told |= {"recover_s": round(again.at - began, 2), "on_it": on}
+        told |= {"recover_s": round(again.at - began, 2)}
     return told
 
 
@@ -94,23 +146,17 @@ async def partitions(plan: Plan) -> Arm:
     """Each host in turn is cut off, and comes back, while a paced job trains."""
     async with training(plan) as (hosts, mesh, told):
         named: dict[str, float | None] = {}
-        again: dict[str, float] = {}
         for number in range(len(EACH)):
             first, began = len(mesh.seen), time.time()
             async with hosts.partition(number):
                 await asyncio.sleep(plan.cut_s)
             named[f"h{number}"] = named_s(mesh, first, began, number)
-            look = await further(mesh, 2)
-            again[f"h{number}"] = round(look.at - began - plan.cut_s, 2)
+            await further(mesh, 2)
         times = [seconds for seconds in named.values() if seconds is not None]
         told |= {
             "stall_named_s": max(times, default=None) if len(times) == len(EACH) else None,
-            "named_s": named,
-            "recover_s": again,
         }
-    leaders = mesh.leaders()
-    most = max(map(len, leaders.values()), default=0)
-    return told | {"leaders_per_token": most, "tokens": len(leaders)}
+    return told | {"leaders_per_token": max(map(len, mesh.leaders().values()), default=0)}
 
 
 async def joining(plan: Plan) -> Arm:
@@ -127,9 +173,7 @@ async def joining(plan: Plan) -> Arm:
 
 
 async def doors(plan: Plan) -> Arm:
-    """Each role against each method of each process, and callers without a key, while a paced job
-    trains on two hosts.
-    """
+    """Try each role, and callers without a key, at each process while a job trains on two hosts."""
     async with training(plan, EACH[:2]) as (_, mesh, told):
         words = ("python", "-m", "loadtests.doors.matrix", ROOT)
         tried = await mesh.head.run(*words, check=False, timeout_s=MATRIX_S)
@@ -145,7 +189,6 @@ async def further(mesh: HostsMesh, steps: int) -> Look:
 
 
 def workers(mesh: HostsMesh) -> int:
-    """How many workers' processes are alive."""
     look = mesh.seen[-1] if mesh.seen else None
     return sum(process["kind"] == "worker" for process in look.processes) if look else 0
 
@@ -161,9 +204,7 @@ def _tokens_on(mesh: HostsMesh, processes: list[dict[str, object]], number: int)
 
 
 def named_s(mesh: HostsMesh, first: int, began: float, number: int) -> float | None:
-    """From the cut until a process behind it was named: one of that host, or, where it is the head
-    that is cut off, of any other.
-    """
+    """Return the seconds from the cut until a process on its other side was named."""
     head = number == 0
     for look in mesh.seen[first:]:
         passed = look.at - began

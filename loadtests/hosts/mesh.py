@@ -8,11 +8,15 @@ import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from loadtests.hosts.eye import Look
-from loadtests.measuring.host import MOST_CORES, HostMeter
+from loadtests.jobs.mesh import Paces, late_share
+from loadtests.measuring.metered import HostMeter
+from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import Hosts
 from loadtests.namespaces.init import HOME
@@ -25,6 +29,37 @@ UP_S = 180.0
 JOB_S = 3600.0
 RECORD_S = 120.0  # until the summary of a job that is over is written
 T = TypeVar("T")
+BOOKS = ("lost", "trained_twice", "typed_drops", "host_lost", "hosts_lost")
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: Path
+    steps: int  # of a paced job
+    problems: int  # held-out ones of its evaluations
+    cut_s: float  # how long each host is cut off
+    rate: str
+    delay_s: float
+    frames: int  # of a flood
+    paces: Paces = field(default_factory=Paces)
+
+    @asynccontextmanager
+    async def hosts(self, count: int = 3) -> AsyncIterator[Hosts]:
+        async with Hosts(count, rate=self.rate, delay_s=self.delay_s) as hosts:
+            yield hosts
+
+    def paced(self, steps: int = 0) -> list[str]:
+        """Changes to the job file that make it a paced job of so many steps."""
+        return [
+            f"budget.steps={steps or self.steps}",
+            f"evaluation.problems={self.problems}",
+            *self.paces.overrides(),
+        ]
+
+
+def books(summary: dict[str, Any]) -> Arm:
+    """What a summary tells of what was lost or done twice."""
+    return {key: int(summary[key]) for key in BOOKS}
 
 
 class HostsMesh:
@@ -63,7 +98,6 @@ class HostsMesh:
         return began
 
     async def rows(self) -> dict[str, dict[str, Any]]:
-        """What `meshrl hosts` tells of each."""
         found = json.loads(await self.meshrl("hosts", "--json", "--mesh", ROOT))
         return {row["host"]: row for row in found}
 
@@ -74,7 +108,6 @@ class HostsMesh:
         await self.meshrl("submit", str(job), "--mesh", ROOT, *sets)
 
     async def finished(self, name: str) -> dict[str, Any]:
-        """The summary of a job that is over."""
         await self.until(lambda look: _phase(look, name) in ENDED, JOB_S)
         path = self.head.path(f"{HOME}/{name}/summary.json")
         async with asyncio.timeout(RECORD_S):
@@ -96,12 +129,10 @@ class HostsMesh:
                 await self._more.wait()
 
     async def step(self, name: str, least: int, timeout_s: float = JOB_S) -> Look:
-        """The look at which a job had done so many steps."""
         look, _ = await self.until(lambda look: step_of(look, name) >= least, timeout_s)
         return look
 
     async def watch(self) -> None:
-        """Looks until it is cancelled."""
         words = ("python", "-m", "loadtests.hosts.eye", ROOT)
         async with self.head.started(*words, pipes=True) as eye:
             assert eye.stdout is not None
@@ -118,12 +149,9 @@ class HostsMesh:
     @property
     def late_share(self) -> float | None:
         """Of all steps at a pace; None: there were none."""
-        paced = sum(stats["paced"] for stats in self._paced.values())
-        late = sum(stats.get("late", 0) for stats in self._paced.values())
-        return round(late / paced, 4) if paced else None
+        return late_share(self._paced.values())
 
     def leaders(self) -> dict[int, set[str]]:
-        """Who led with each token."""
         found: dict[int, set[str]] = {}
         for look in self.seen:
             if look.leader:
@@ -132,7 +160,6 @@ class HostsMesh:
 
 
 def step_of(look: Look, name: str) -> int:
-    """Of a job; -1 when there is none of this name."""
     return next((int(job["step"]) for job in look.jobs if job["name"] == name), -1)
 
 
@@ -142,9 +169,7 @@ def _phase(look: Look, name: str) -> str:
 
 @contextlib.asynccontextmanager
 async def mesh_over(hosts: Hosts, workers: Iterable[int]) -> AsyncIterator[HostsMesh]:
-    """A mesh with so many workers on each host, the head's first; hosts for which none is given do
-    not join. It is stopped with the block.
-    """
+    """Yield a mesh with so many workers on each host, the head first, until the block ends."""
     first, *others = workers
     mesh = HostsMesh(hosts)
     listen = f"{mesh.head.address}:{PORTS}"
@@ -171,14 +196,7 @@ class Honest:
         self._router, self._began = hosts.router_cpu_s(), time.monotonic()
 
     def told(self, mesh: HostsMesh) -> dict[str, Any]:
-        """`host_cores` and `steal_cores` of this machine, `router_cores` of them what delays
-        packets; `late_share`; `valid`: 0 where the machine was too busy.
-        """
+        """Return what the machine, the router and late steps say of the worth of an arm."""
         cores = (self._hosts.router_cpu_s() - self._router) / (time.monotonic() - self._began)
-        reading = self._meter.reading()
-        return {
-            **reading,
-            "router_cores": round(cores, 3),
-            "late_share": mesh.late_share,
-            "valid": int(reading["host_cores"] <= MOST_CORES),
-        }
+        about = {"router_cores": round(cores, 3), "late_share": mesh.late_share}
+        return self._meter.told(paced=True) | about

@@ -24,33 +24,100 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadtests.jobs import learning, makespan, moving, sharing
-from loadtests.jobs.mesh import Paces
-from loadtests.jobs.plan import Plan
+from loadtests.jobs import sharing
+from loadtests.jobs.mesh import Paces, Plan, accounts, greedy, mesh_up
 from loadtests.measuring.entry import arms_of, options, report
 from loadtests.measuring.rounds import Arm, measured
 
+ALONE = 2  # workers of a job alone: an engine and a core
+SPREAD = 3  # seeds alone that the spread is of
+WORKERS = 4
+BALANCED = ("training.pace=800/200", "evaluation.problems=64")
+
+
+async def pair_s(plan: Plan, at_once: bool) -> Arm:
+    """Seconds from the first submission to the end of both."""
+    with plan.folder("span") as folder:
+        async with mesh_up(folder, WORKERS) as mesh:
+            began = time.monotonic()
+            summaries = []
+            handles = []
+            for seed in plan.seeds[:2]:
+                handle = await mesh.submit(
+                    plan.job, f"seed{seed}", *plan.overrides(seed, *BALANCED)
+                )
+                handles.append(handle)
+                if not at_once:
+                    summaries.append(await mesh.finished(handle))
+            if at_once:
+                summaries = list(await asyncio.gather(*(mesh.finished(h) for h in handles)))
+            took = time.monotonic() - began
+        return {
+            "makespan_s": round(took, 2),
+            **accounts(summaries),
+            **mesh.watched.honest(),
+        }
+
+
+async def together(plan: Plan, arm: str, workers: int, seeds: Sequence[int]) -> Arm:
+    with plan.folder(arm) as folder:
+        async with mesh_up(folder, workers) as mesh:
+            handles = [
+                await mesh.submit(plan.job, f"seed{seed}", *plan.overrides(seed)) for seed in seeds
+            ]
+            summaries = await asyncio.gather(*(mesh.finished(handle) for handle in handles))
+        return {
+            "greedy": {str(s): greedy(found) for s, found in zip(seeds, summaries, strict=True)},
+            **accounts(list(summaries)),
+            **mesh.watched.honest(),
+        }
+
+
+async def solo(plan: Plan) -> Arm:
+    runs = [await together(plan, "solo", ALONE, [seed]) for seed in plan.seeds]
+    reached = {seed: value for run in runs for seed, value in run["greedy"].items()}
+    return {
+        "greedy": reached,
+        "runs": runs,
+        "lost": sum(run["lost"] for run in runs),
+        "trained_twice": sum(run["trained_twice"] for run in runs),
+        "late_share": max((run["late_share"] or 0.0 for run in runs), default=0.0),
+        "valid": min(run["valid"] for run in runs),
+    }
+
+
+def gap(alone: Arm, beside: Arm) -> dict[str, Any]:
+    """Return the most that a seed loses beside others, and the spread of three seeds alone."""
+    own = alone["greedy"]
+    alone_only = list(own.values())[:SPREAD]
+    gaps = [own[seed] - reached for seed, reached in beside["greedy"].items()]
+    return {
+        "accuracy_gap": round(max(gaps), 4),
+        "solo_spread": round(max(alone_only) - min(alone_only), 4),
+    }
+
+
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
-    "solo": learning.solo,
-    "pair": lambda plan: learning.together(plan, "pair", 4, plan.seeds[:2]),
-    "quad": lambda plan: learning.together(plan, "quad", 6, plan.seeds[:4]),
+    "solo": solo,
+    "pair": lambda plan: together(plan, "pair", 4, plan.seeds[:2]),
+    "quad": lambda plan: together(plan, "quad", 6, plan.seeds[:4]),
     "share": lambda plan: sharing.share(plan, (1.0, 1.0)),
     "share13": lambda plan: sharing.share(plan, (1.0, 3.0)),
     "preempt": sharing.preempt,
-    "together": lambda plan: makespan.pair_s(plan, True),
-    "in_turn": lambda plan: makespan.pair_s(plan, False),
-    "moves": moving.moves,
+    "together": lambda plan: pair_s(plan, True),
+    "in_turn": lambda plan: pair_s(plan, False),
+    "moves": sharing.moves,
 }
 PARTS = {"share": ("share", "share13"), "makespan": ("together", "in_turn")}
 
 
 def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
-    """The figures of all arms that ran."""
     every = [arm for arms in found.values() for arm in arms]
     answer: dict[str, Any] = {
         "valid": min(arm["valid"] for arm in every),
@@ -63,17 +130,11 @@ def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
         if counts:
             answer[key] = sum(counts)
     if "solo" in found:
-        answer["solo_cores"] = _median(found["solo"], "mesh_cores")
         for name in ("pair", "quad"):
-            gaps = [
-                learning.gap(a, b) for a, b in zip(found["solo"], found.get(name, []), strict=False)
-            ]
+            gaps = [gap(a, b) for a, b in zip(found["solo"], found.get(name, []), strict=False)]
             if gaps:
                 answer[f"accuracy_gap_{name}"] = _median(gaps, "accuracy_gap")
                 answer["solo_spread"] = _median(gaps, "solo_spread")
-    for name in ("pair", "quad"):
-        if found.get(name):
-            answer[f"at_once_{name}"] = min(arm["at_once"] for arm in found[name])
     for name, label in (("share", "share_error_1_1"), ("share13", "share_error_1_3")):
         if found.get(name):
             answer[label] = _median(found[name], "share_error")
@@ -81,7 +142,6 @@ def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
         pairs = zip(found["together"], found["in_turn"], strict=True)
         ratios = [a["makespan_s"] / b["makespan_s"] for a, b in pairs]
         answer["makespan_ratio"] = round(statistics.median(ratios), 4)
-        answer["makespan_ratios"] = [round(ratio, 4) for ratio in ratios]
     for name in ("preempt", "moves"):
         for arm in found.get(name, [])[-1:]:
             kept = ("preempt_s", "role_change_s", "others_rate")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loadtests.measuring.commands import meshrl
-from loadtests.measuring.host import MOST_CORES, HostMeter
-from loadtests.measuring.meter import Meter
+from loadtests.measuring.metered import MOST_CORES, HostMeter, Meter
+from loadtests.measuring.rounds import Arm
 from meshrl.client.client import Client, JobHandle
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import events, registry
@@ -26,6 +29,7 @@ from meshrl.directory.places import MeshPlace, read_json
 LOOK_S = 0.25  # between two looks at what processes have published
 RUN_S = 3600.0  # for one job
 RECORD_S = 300.0  # until the record of a job that is over is written; its model is, too
+_COUNT = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,45 @@ class Paces:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What one process had published at a time."""
+class Plan:
+    job: Path
+    steps: int  # of each job
+    problems: int = 256  # held-out ones of an evaluation
+    paces: Paces = field(default_factory=Paces)
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
+    moves: int = 3  # of each kind; and preemptions
+    window_s: float = 60.0  # that shares are measured over
 
+    def overrides(self, seed: int, *more: str) -> list[str]:
+        """Of a job with this seed, as of `--set`."""
+        return [
+            f"seed={seed}",
+            f"budget.steps={self.steps}",
+            f"evaluation.problems={self.problems}",
+            *self.paces.overrides(),
+            *more,
+        ]
+
+    @contextmanager
+    def folder(self, arm: str) -> Iterator[Path]:
+        """A folder for one mesh, which is gone afterwards; short, as paths of sockets are."""
+        with tempfile.TemporaryDirectory(prefix=f"j{next(_COUNT)}-{arm}-") as made:
+            yield Path(made)
+
+
+def accounts(summaries: list[dict[str, Any]]) -> Arm:
+    return {
+        key: sum(int(summary[key]) for summary in summaries)
+        for key in ("lost", "trained_twice", "typed_drops")
+    }
+
+
+def greedy(summary: dict[str, Any]) -> float:
+    return float((summary["held_out"].get("after") or {}).get("greedy") or 0.0)
+
+
+@dataclass(frozen=True)
+class Seen:
     at: float  # monotonic
     name: str
     job: str
@@ -55,28 +95,26 @@ class Seen:
 
 @dataclass
 class Watched:
-    """What was seen of a mesh."""
-
     last: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)  # by incarnation
     seen: list[Seen] = field(default_factory=list)
     held: list[tuple[float, dict[str, float]]] = field(default_factory=list)  # workers by job
     host: dict[str, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
-    @property
-    def late_share(self) -> float | None:
-        """Of all steps at a pace; None: there were none."""
-        paced = sum(stats.get("paced", 0) for stats in self.last.values())
-        late = sum(stats.get("late", 0) for stats in self.last.values())
-        return round(late / paced, 4) if paced else None
-
     def honest(self) -> dict[str, Any]:
         """What tells whether figures of this arm are worth anything."""
         return {
             **self.host,
-            "late_share": self.late_share,
+            "late_share": late_share(self.last.values()),
             "valid": int(self.host.get("host_cores", 0.0) <= MOST_CORES),
         }
+
+
+def late_share(processes: Iterable[Mapping[str, Any]]) -> float | None:
+    """Return the late ones of all steps at a pace, by the last stats of processes; None: none."""
+    known = list(processes)
+    paced = sum(stats.get("paced", 0) for stats in known)
+    return round(sum(stats.get("late", 0) for stats in known) / paced, 4) if paced else None
 
 
 def workers_by_job(gangs: Iterable[Gang]) -> dict[str, float]:
@@ -91,8 +129,6 @@ def workers_by_job(gangs: Iterable[Gang]) -> dict[str, float]:
 
 
 class RunningMesh:
-    """A mesh that is up."""
-
     def __init__(self, root: Path, state: State, client: Client, launcher: int) -> None:
         self.root, self.state, self.client = root, state, client
         self.watched = Watched()
@@ -101,19 +137,15 @@ class RunningMesh:
         self._reading = asyncio.Lock()
 
     async def submit(self, job: Path, name: str, *overrides: str) -> JobHandle:
-        """Submits a job under a name, with its run beside the mesh's files."""
         out = self.root / name
         return await self.client.submit(job, [f"name={name}", f"out={out}", *overrides])
 
     def summary(self, name: str) -> dict[str, Any]:
-        """Of a job that is over."""
         found: dict[str, Any] = json.loads((self.root / name / "summary.json").read_text())
         return found
 
     async def finished(self, handle: JobHandle) -> dict[str, Any]:
-        """The summary of a job once it is over and its record written; RuntimeError when it has
-        not finished.
-        """
+        """Return the summary of a job once it is written; RuntimeError when it has not finished."""
         told = await handle.wait(RUN_S)
         path = self.root / handle.name / "summary.json"
         async with asyncio.timeout(RECORD_S):
@@ -131,30 +163,27 @@ class RunningMesh:
         return seen
 
     async def watch(self) -> None:
-        """Looks until it is cancelled."""
         while True:
             with contextlib.suppress(MeshError):  # a look that fails is one less
-                await self._look()
+                now = time.monotonic()
+                for entry in await registry.entries(self.state):
+                    if entry.alive and "job" in entry.stats:
+                        stats = entry.stats
+                        self.watched.last[entry.name, entry.incarnation] = stats
+                        figures = (
+                            float(stats.get(key) or 0) for key in ("tokens", "paced", "late")
+                        )
+                        self.watched.seen.append(Seen(now, entry.name, stats["job"], *figures))
+                self.watched.held.append((now, workers_by_job(await pool.gangs(self.state))))
+                await self.events()
+                self._meter.look()
             await asyncio.sleep(LOOK_S)
-
-    async def _look(self) -> None:
-        now = time.monotonic()
-        for entry in await registry.entries(self.state):
-            if entry.alive and "job" in entry.stats:
-                stats = entry.stats
-                self.watched.last[entry.name, entry.incarnation] = stats
-                figures = (float(stats.get(key) or 0) for key in ("tokens", "paced", "late"))
-                self.watched.seen.append(Seen(now, entry.name, stats["job"], *figures))
-        self.watched.held.append((now, workers_by_job(await pool.gangs(self.state))))
-        await self.events()
-        self._meter.look()
 
     def cpu_s(self) -> dict[str, float]:
         """What all processes have used so far, by kind."""
         return self._meter.reading(roles=True)
 
     def close(self) -> None:
-        """Notes the host's part."""
         wall_s = time.monotonic() - self._began
         used = sum(self.cpu_s().values())
         cores = {"mesh_cores": round(used / wall_s, 3), "wall_s": round(wall_s, 1)}

@@ -1,5 +1,5 @@
 """Who has how many workers: shares against max-min after floors, and a job of higher priority that
-comes in the middle.
+comes in the middle; and how long a worker takes to change its role.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from loadtests.jobs.mesh import LOOK_S, RunningMesh, mesh_up
-from loadtests.jobs.plan import Plan
+from loadtests.jobs.mesh import LOOK_S, Plan, RunningMesh, Seen, mesh_up
 from loadtests.measuring.rounds import Arm
+from meshrl.common.state.events import Event
 from meshrl.common.state.pool.store import store as pool
 from meshrl.common.state.pool.workers.rows import Tier
 
@@ -20,12 +20,102 @@ SHARED = 8  # workers that two jobs share
 PREEMPTED = 4  # workers that one job has when another comes
 SETTLED_S = 600.0  # until all that was wished is done, a warm start among it
 FOREVER = 100_000  # steps of a job that is stopped before its end
+WORKERS = 4
+BEFORE_S = 10.0  # the others' rate is measured over as long before a move,
+LEAST_S = 4.0  # and over the move, or so long: their steps are that coarse
+
+
+def role_changes(events: Sequence[Event]) -> dict[str, list[float]]:
+    """Return seconds from decision to ready, by `from to`; a fresh process is from `idle`."""
+    began: dict[tuple[str, int, int], tuple[int, str]] = {}
+    found: dict[str, list[float]] = {}
+    left: dict[str, str] = {}  # by gang, the role of a resident that has to go
+    for event in events:
+        f = event.fields
+        if event.kind == "desired" and f.get("role") == "idle":
+            left[f["gang"]] = str(f.get("from_role") or "idle")
+        elif event.kind == "desired":
+            was = str(f.get("from_role") or "idle")
+            was = left.pop(f["gang"], "idle") if was == "idle" else was
+            key = (f["resident"], int(f["generation"]), int(f["epoch"]))
+            began[key] = (event.ms, f"{was} {f['role']}")
+        elif event.kind == "actual" and f.get("status") == "ready":
+            key = (f["resident"], int(f["generation"]), int(f["epoch"]))
+            if key in began:
+                at, which = began.pop(key)
+                found.setdefault(which, []).append((event.ms - at) / 1000)
+    return found
+
+
+def others_rate(seen: Sequence[Seen], moved: set[str], began: float, ended: float) -> float | None:
+    """Return the rate of all that did not move, over theirs before; None: there is nobody."""
+    ended = max(ended, began + LEAST_S)
+    ratios = []
+    for name in sorted({one.name for one in seen} - moved):
+        mine = [one for one in seen if one.name == name]
+        before = _rate([o for o in mine if began - BEFORE_S <= o.at <= began])
+        during = _rate([o for o in mine if began <= o.at <= ended])
+        if before and during is not None:
+            ratios.append((before, during))
+    total = sum(before for before, _ in ratios)
+    return sum(during for _, during in ratios) / total if total else None
+
+
+def _rate(mine: Sequence[Seen]) -> float | None:
+    if len(mine) < 2 or mine[-1].at <= mine[0].at:
+        return None
+    done = mine[-1].pieces - mine[0].pieces
+    return done / (mine[-1].at - mine[0].at) if done >= 0 else None
+
+
+async def moves(plan: Plan) -> Arm:
+    """One job on four workers, of which one changes sides again and again, by hand."""
+    rates: list[float] = []
+    with plan.folder("moves") as folder:
+        async with mesh_up(folder, WORKERS) as mesh:
+            more = (f"budget.steps={FOREVER}", "planner.imbalance=1000.0")
+            job = await mesh.submit(plan.job, "moved", *plan.overrides(plan.seeds[0], *more))
+            await settled(mesh, {"moved": float(WORKERS)})
+            async with asyncio.timeout(SETTLED_S):
+                while (await job.state()).step < 1:  # evaluated, and all caches warm
+                    await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(BEFORE_S)
+            worker = await _movable(mesh)
+            for number in range(2 * plan.moves):
+                role = "training" if number % 2 == 0 else "rollout"
+                known = {one.name for one in mesh.watched.seen}
+                began = time.monotonic()
+                await mesh.client.move(worker, role, "moved")
+                await settled(mesh, {"moved": float(WORKERS)})
+                ended = time.monotonic()
+                await asyncio.sleep(max(BEFORE_S, LEAST_S))
+                alive = {one.name for one in mesh.watched.seen if one.at > ended + LEAST_S / 2}
+                moved = (known | alive) - (known & alive)  # who left, and who came
+                rate = others_rate(mesh.watched.seen, moved, began, ended)
+                if rate is not None:
+                    rates.append(rate)
+            changes = role_changes(await mesh.events())
+            await job.stop()
+        return {
+            **{
+                f"role_change_s_{which.replace(' ', '_')}_p50": round(statistics.median(s), 3)
+                for which, s in sorted(changes.items())
+            },
+            "others_rate": round(statistics.median(rates), 4) if rates else None,
+            **mesh.watched.honest(),
+        }
+
+
+async def _movable(mesh: RunningMesh) -> str:
+    """A worker whose gang has nothing but an engine."""
+    for gang in sorted(await pool.gangs(mesh.state), key=lambda gang: gang.id, reverse=True):
+        if [str(one.role) for one in gang.residents] == ["rollout"]:
+            return gang.workers[0]
+    raise RuntimeError("no worker does nothing but generate")
 
 
 def max_min(workers: int, floors: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Weighted max-min in whole workers: each has its floor, and each further one goes to whom it
-    leaves with the least per share.
-    """
+    """Return weighted max-min shares in whole workers, above their floors."""
     held = [float(floor) for floor in floors]
     for _ in range(workers - sum(map(int, floors))):
         least = min(range(len(held)), key=lambda i: (held[i] / shares[i], i))
@@ -86,16 +176,12 @@ async def preempt(plan: Plan) -> Arm:
             await low.stop()
         return {
             "preempt_s": round(statistics.median(took), 2),
-            "preempt_s_max": round(max(took), 2),
-            "preempt_s_all": [round(s, 2) for s in took],
             **mesh.watched.honest(),
         }
 
 
 async def settled(mesh: RunningMesh, least: Mapping[str, float]) -> None:
-    """Returns when each of these jobs has so many workers whose residents are ready on the
-    accelerator; TimeoutError.
-    """
+    """Wait until these jobs have so many workers that are ready; TimeoutError."""
     async with asyncio.timeout(SETTLED_S):
         while True:
             ready: dict[str, float] = {}

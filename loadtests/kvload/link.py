@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from loadtests.kvload.scene import LATE, WEIGHTS, LoadOnly, Scene, raised, scene
-from loadtests.measuring.unrenewed import FOREVER_S, own_keys, unrenewed
+from loadtests.measuring.meshed import FOREVER_S, own_keys, unrenewed
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.generation.loading import Loading, Sought
 from meshrl.common.mesh.runtime.mesh import Mesh
@@ -52,12 +52,10 @@ class Link:
             self._peers = Peers(self._mesh, JOB, self._loop)
 
     def look(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
-        """See `Source`."""
         with self._lock:
             return self._peers.look(domain, names)
 
     def read(self, domain: str, name: str) -> Came | None:
-        """See `Source`."""
         with self._lock:
             began = time.monotonic()
             found = self._peers.read(domain, name)

@@ -127,12 +127,10 @@ class Scene:
         self.steps: list[tuple[int, float]] = []  # tokens computed, and seconds since the request
 
     def forget(self) -> None:
-        """Empties the engine's own cache."""
         self.engine.prefixes = None
         self.engine.swap(self._weights, 0)
 
     def request(self, tokens: NDArray[np.int32], max_new: int = 1) -> Request:
-        """A request of its own."""
         self._ids += 1
         return Request(self._ids, tokens, max_new, 0.0, (), self._ids, -1)
 
@@ -218,5 +216,4 @@ def scene(
 
 
 def raised(error: BaseException) -> None:
-    """A thread has ended by it."""
     raise error

@@ -51,7 +51,6 @@ Made = Callable[[str, int, Path], AbstractContextManager[Scene]]
 def sweep(
     points: Sequence[Point], directory: Path, rounds: int, made_by: Made = scene
 ) -> dict[str, Any]:
-    """The figures of all points, and the worst of them."""
     found: dict[str, Any] = {}
     reads = late = 0
     for name in dict.fromkeys(point.model for point in points):
@@ -70,12 +69,9 @@ def sweep(
         **found,
         "never_worse": max(f["never_worse"] for f in every),
         "closed_form_share": min(f["closed_form_share"] for f in every),
-        "over_compute_matched_share": min(f["closed_form_share"] for f in matched),
         "over_compute_matched": [f["over_compute"] for f in matched],
         "over_load_matched": [f["over_load"] for f in matched],
         "meeting_error_chunks": max(abs(f["meeting_error_chunks"]) for f in every),
-        "cut_vs_compute_max": max(f["cut_vs_compute"] for f in every),
-        "cut_vs_load_max": max(f["cut_vs_load"] for f in every),
         "late_share": round(late / reads, 4) if reads else 0.0,
     }
 
@@ -103,7 +99,7 @@ def _measured(made: Scene, point: Point, rounds: int) -> dict[float, dict[str, A
                 curves.append(list(made.steps))
             if arm == "both":
                 met[ratio].append(made.engine.tokens_computed - before)
-    curve = _middle(curves)
+    curve = sorted(curves, key=lambda steps: steps[-1][1])[len(curves) // 2]
     computed = times[computing]
     return {
         ratio: _figures(
@@ -112,11 +108,6 @@ def _measured(made: Scene, point: Point, rounds: int) -> dict[float, dict[str, A
         )
         for ratio in point.ratios
     }  # fmt: skip
-
-
-def _middle(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """The run of computing alone whose time is the median."""
-    return sorted(curves, key=lambda steps: steps[-1][1])[len(curves) // 2]
 
 
 def _figures(
@@ -138,15 +129,11 @@ def _figures(
         "compute_s": round(compute_s, 3),
         "load_s": round(load_s, 3),
         "both_s": round(both_s, 3),
-        "both_span": [round(min(both), 3), round(max(both), 3)],
         "over_compute": round(compute_s / both_s, 3),
         "over_load": round(per_token * n / both_s, 3),
-        "closed_form_s": round(best_s, 3),
         "closed_form_share": round(best_s / both_s, 3),
         "never_worse": round(median(worse), 3),
         "meeting_error_chunks": round((median(met) - at) / CHUNK, 1),
-        "cut_vs_compute": round(1 - both_s / compute_s, 3),
-        "cut_vs_load": round(1 - both_s / (per_token * n), 3),
     }
 
 

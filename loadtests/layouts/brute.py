@@ -72,9 +72,7 @@ def rollout_s(
     cost: Cost,
     below: float = math.inf,
 ) -> float:
-    """The shortest time in which gangs within what is left serve one of the given divisions;
-    `below` or more when none takes less than that.
-    """
+    """Return the shortest time in which gangs serve one of the divisions; or `below` or more."""
     best = below
     cost = cache(cost)
 

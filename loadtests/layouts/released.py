@@ -61,9 +61,7 @@ def layouts(workers: int) -> list[list[int]]:
 def longest_first(
     servers: Sequence[GangServer], groups: Sequence[LengthGroup]
 ) -> list[list[LengthGroup]]:
-    """The trajectories of each gang: longest first, each to the one that would be done with it
-    first by its mean throughput.
-    """
+    """Assign trajectories, longest first, to the gang that would be done with it first."""
     total = sum(group.requests for group in groups)
     prompt = sum(group.prompts for group in groups) / total
     generated = sum(group.generated for group in groups) / total

@@ -26,7 +26,6 @@ from loadtests.ledger.engines import ASKED
 from loadtests.ledger.traffic import GREEDY_PROMPT, GREEDY_PROMPTS
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.meshed import Members, hosted
-from loadtests.measuring.processes import cpu_s
 
 ENGINES, IN_FLIGHT = 64, 2000
 HOSTS = 2  # processes that the simulated engines share
@@ -39,18 +38,15 @@ SILENT_S = 300.0  # a shard that says nothing for so long beyond its time has fa
 
 
 def worker(running: Members, *words: str, **options: Any) -> subprocess.Popen[str]:
-    """Start engines of the ledger."""
     name = f"engines-{len(running.running)}"
     return running.start(name, "loadtests.ledger.engines", *words, **options)
 
 
 def shard_of(running: Members, *words: str) -> subprocess.Popen[str]:
-    """Start the shard, whose lines can be read."""
     return running.start("shard", "loadtests.ledger.shard", *words, stdout=subprocess.PIPE)
 
 
 def line_of(shard: subprocess.Popen[str], running: Members) -> str:
-    """What the shard prints next; SystemExit with the logs when it has ended."""
     assert shard.stdout is not None
     line = shard.stdout.readline()
     if not line:
@@ -64,12 +60,10 @@ def line_of(shard: subprocess.Popen[str], running: Members) -> str:
 def loaded(seconds: float, engines: int, in_flight: int, warm_s: float) -> dict[str, Any]:
     share = engines // HOSTS
     with hosted() as running:
-        hosts = [
+        for n in range(HOSTS):
             worker(
                 running, "simulated", f"--first={share * n}", f"--count={share}", f"--nice={NICE}"
             )
-            for n in range(HOSTS)
-        ]
         shard = shard_of(
             running,
             "load",
@@ -79,10 +73,7 @@ def loaded(seconds: float, engines: int, in_flight: int, warm_s: float) -> dict[
             f"--seconds={seconds}",
         )
         line_of(shard, running)
-        before, began = [cpu_s(host.pid) for host in hosts], time.monotonic()
         report: dict[str, Any] = json.loads(line_of(shard, running))
-        spent = sum(cpu_s(host.pid) - b for host, b in zip(hosts, before, strict=True))
-        report["engine_cores"] = round(spent / (time.monotonic() - began), 3)
     return report
 
 
@@ -128,9 +119,7 @@ def killed(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 class Engines:
-    """Engines in service, and others that stand by loaded: a new one takes over under a name of
-    its own, as spot capacity comes.
-    """
+    """Engines in service, and others that stand by loaded to take over, as spot capacity comes."""
 
     def __init__(self, running: Members, serving: int, standing_by: int) -> None:
         self._running = running
@@ -176,18 +165,14 @@ def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:
             tokens = found[name][GREEDY_PROMPT:]
             exact += np.array_equal(tokens, expected[number % GREEDY_PROMPTS])
         count = len(found.files)
-    distinct = float(np.mean([len(np.unique(row)) for row in expected]))
     return {
         "exact_outputs": round(exact / count, 4) if count else 0.0,
         "compared": count,
-        "distinct_tokens_per_output": round(distinct, 1),
     }
 
 
 def asked_again(asked: Path, written: Path) -> tuple[int, int]:
-    """Tokens that engines were asked for though the ledger had them by then, and tokens of contexts
-    that it did not have.
-    """
+    """Count tokens asked for though the ledger had them, and those that it did not have."""
     times, trajectories, tokens = np.load(written)
     again = ahead = 0
     rows = np.array(list(ASKED.iter_unpack(asked.read_bytes())), np.int64)

@@ -99,7 +99,6 @@ async def serve(mesh: Mesh, phase_s: float) -> None:
 
 
 def tiny() -> TokenEngine:
-    """The same weights in every process."""
     import torch
 
     from loadtests.measuring.models import drawn, shape

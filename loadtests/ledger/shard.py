@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import resource
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from loadtests.ledger.traffic import (
     greedy_prompt,
 )
 from loadtests.measuring.entry import options
+from loadtests.measuring.processes import cpu_s
 from meshrl.common.api.engine import Finish, Sampling
 from meshrl.common.base.errors import MeshError, ToolFailed
 from meshrl.common.job.bundle.job_data import JobData
@@ -72,7 +72,6 @@ class Noting:
             self.rows.append(new)
 
     def save(self, path: Path) -> None:
-        """Columns: monotonic ns, trajectory, tokens."""
         counts = [len(new.ids) for new in self.rows]
         columns = (
             np.repeat(np.array(self.times_ns, np.int64), counts),
@@ -92,7 +91,7 @@ class Shard:
         self.commits = GroupCommit(mesh, self.written)
         self.router = Router(mesh, self.commits, Sampling(stop, []), SLOTS)
         self.traffic = Traffic(0)
-        self.opened = self.ended = self.failed = self.turns = 0
+        self.opened = self.ended = self.failed = 0
         self.engines = 0
         self.going = True
         self._open_members: dict[int, int] = {}
@@ -125,16 +124,12 @@ class Shard:
             end = [t.id, t.ending.reason, t.ending.reward, t.ending.error]
             self.ledger.defer(Kind.END, end, t.group)
             self.ended += 1
-            await self._closed(group, keep=greedy)
-
-    async def _closed(self, group: int, keep: bool) -> None:
-        """The last member's end closes a group; its segments go unless they are to be read."""
-        self._open_members[group] -= 1
-        if not self._open_members[group] and (group + 1) * GROUP <= self.opened:
-            del self._open_members[group]
-            await self.ledger.log((Kind.CLOSE, [group, "ready"]))
-            if not keep:
-                await self.ledger.forget(group)
+            self._open_members[group] -= 1
+            if not self._open_members[group] and (group + 1) * GROUP <= self.opened:
+                del self._open_members[group]
+                await self.ledger.log((Kind.CLOSE, [group, "ready"]))
+                if not greedy:
+                    await self.ledger.forget(group)
 
     async def _begin(self, t: Trajectory, prompt: list[int]) -> None:
         t.begin(prompt)
@@ -146,7 +141,6 @@ class Shard:
         await self._begin(t, plan.prompt.tolist())
         while True:
             finish = await stay.generate(MAX_TOKENS)
-            self.turns += 1
             text = self.traffic.text(len(t.turn))
             t.open_turn = Turn(text, len(t.turn))
             self.ledger.defer(Kind.TURN, [t.id, text], t.group)
@@ -169,7 +163,6 @@ class Shard:
         t.temperature = 0.0
         await self._begin(t, greedy_prompt(number).tolist())
         await stay.generate(GREEDY_PROMPT + GREEDY_NEW)
-        self.turns += 1
 
     async def close(self) -> None:
         await self.router.close()
@@ -200,9 +193,7 @@ async def opened(chosen: argparse.Namespace) -> Shard:
 
 
 class Lag:
-    """How late the loop runs what is due; `own` is what this process computed meanwhile, so that
-    waiting for a core behind other processes is told apart.
-    """
+    """Lateness of what is due in the loop; `own` is what this process computed meanwhile."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -221,18 +212,11 @@ class Lag:
         self.own_s.clear()
 
 
-def cpu_s() -> float:
-    """CPU seconds of this process, all its threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 async def load(shard: Shard, warm_s: float, seconds: float, lag: Lag) -> dict[str, Any]:
     ledger = shard.ledger
     await asyncio.sleep(warm_s)
     print("ready", flush=True)
     before = cpu_s(), time.monotonic(), ledger.bytes_written, shard.written.tokens_written
-    turns, ended = shard.turns, shard.ended
     lag.clear()
     in_flight = []
     for _ in range(max(1, round(seconds))):
@@ -247,19 +231,13 @@ async def load(shard: Shard, warm_s: float, seconds: float, lag: Lag) -> dict[st
         "loop_lag_own_p99_ms": round(1e3 * float(np.percentile(lag.own_s, 99)), 1),
         "write_amplification": round(written / (10 * tokens), 3),
         "tokens_per_s": round(tokens / wall),
-        "cpu_us_per_token": round(1e6 * (cpu_s() - before[0]) / tokens, 2),
         "in_flight": min(in_flight),
-        "turns_per_s": round((shard.turns - turns) / wall, 1),
-        "trajectories_per_s": round((shard.ended - ended) / wall, 1),
         "failed": shard.failed,
-        "seconds": round(wall, 1),
     }
 
 
 async def greedy(shard: Shard, seconds: float, out: Path) -> dict[str, Any]:
-    """Until `seconds` have passed and all that is in flight has ended; the ledger is then read back
-    as a successor would.
-    """
+    """Run for `seconds`, wait for what is in flight, and read the ledger as a successor would."""
     print("ready", flush=True)
     await asyncio.sleep(seconds)
     shard.going = False
@@ -282,7 +260,6 @@ async def greedy(shard: Shard, seconds: float, out: Path) -> dict[str, Any]:
         "failed": shard.failed,
         "in_flight": shard.opened - shard.ended,
         "continued": shard.router.continued,
-        "moved": shard.router.moved,
     }
 
 

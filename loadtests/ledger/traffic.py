@@ -28,8 +28,6 @@ GREEDY_VOCABULARY = 512
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One trajectory before it begins."""
-
     prompt: NDArray[np.int32]
     turns: int
 
@@ -57,7 +55,6 @@ class Traffic:
         return self._random.expovariate(1 / TOOL_S)
 
     def text(self, tokens: int) -> str:
-        """Prose of so many tokens."""
         characters = tokens * TOKEN_CHARACTERS
         start = self._random.randrange(max(1, len(self._prose) - characters))
         return (self._prose[start:] + self._prose)[:characters]

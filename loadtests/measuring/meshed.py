@@ -10,22 +10,69 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from loadtests.measuring.processes import environment
+from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.mesh.transport.keys import Keys, ProcessKeys
+from meshrl.common.mesh.transport.zmq import ZmqTransport
 from meshrl.common.state import registry
 from meshrl.common.state.redis.client import State
 from meshrl.common.state.redis.embedded import command
+from meshrl.sim.redis.state import simulated_state
 
 START_S = 120.0  # native code may have to be compiled
 STOP_S = 20.0
 ROOT = Path(__file__).parents[2]
+FOREVER_S = 3600.0  # lease length
+
+
+ROLE = "loadtest"
+
+
+def own_keys(others: Sequence[str] = ()) -> ProcessKeys:
+    """Return a key for this process that admits itself and `others`, in hexadecimal digits."""
+
+    def whose(asked: Sequence[str]) -> list[tuple[str, ...]]:
+        return [(f"{ROLE}@here",) if key in known else () for key in asked]
+
+    keys = ProcessKeys(whose, SystemClock().monotonic)
+    known = frozenset([*others, keys.public])
+    return keys
+
+
+def unrenewed(name: str, keys: Keys | None = None) -> Mesh:
+    """With a Redis of its own in this process: `knows` tells it of others. Without keys anybody
+    may connect.
+    """
+    clock = SystemClock()
+    return Mesh(
+        name,
+        ROLE,
+        Seams(
+            state=simulated_state(clock),
+            transport=ZmqTransport(keys=keys),
+            clock=clock,
+            random=Random.system(),
+            host=SystemHost(),
+        ),
+        terms=Terms(ttl_s=FOREVER_S, renew_s=FOREVER_S / 2),
+    )
+
+
+async def knows(mesh: Mesh, name: str, address: str, incarnation: str) -> None:
+    """Puts another process into the mesh's registry."""
+    entry = registry.Entry(name, ROLE, address=address, incarnation=incarnation)
+    await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
 
 
 @contextlib.contextmanager

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadtests.measuring.meter import Meter
+import psutil
+
 from loadtests.measuring.processes import environment
 from meshrl.common.state import events, jobs
 from meshrl.common.state.redis.client import State
@@ -22,6 +25,99 @@ LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
 START_S = 120.0  # until Redis is there; native code may have to be compiled before
 RUN_S = 900.0
 STOP_S = 60.0
+NURSERY = "nursery"
+MOST_CORES = 1.6  # of two; above, processes wait for a core, and paces are not kept
+_BUSY = (0, 1, 2, 5, 6)  # user, nice, system, irq, softirq: columns of /proc/stat
+_STEAL = 7
+
+
+class HostMeter:
+    """Cores that were busy, and that the hypervisor gave to others, since it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._ticks = time.monotonic(), _ticks()
+
+    def reading(self) -> dict[str, float]:
+        """`host_cores`, `steal_cores` (means) and `load` (of the last minute)."""
+        wall_s = max(1e-6, time.monotonic() - self._began)
+        hertz = os.sysconf("SC_CLK_TCK")
+        spent = [(now - then) / hertz for now, then in zip(_ticks(), self._ticks, strict=True)]
+        return {
+            "host_cores": round(sum(spent[i] for i in _BUSY) / wall_s, 3),
+            "steal_cores": round(spent[_STEAL] / wall_s, 3),
+            "load": round(os.getloadavg()[0], 2),
+        }
+
+    def told(self, paced: bool = False) -> dict[str, Any]:
+        """Return the reading, and `valid`: 0 where it was too busy for the pace of an arm."""
+        reading = self.reading()
+        return reading | {"valid": int(not paced or reading["host_cores"] <= MOST_CORES)}
+
+
+def _ticks() -> list[int]:
+    columns = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+    return [int(column) for column in columns]
+
+
+class Meter:
+    """CPU time of the launcher and all that descends from it, by kind of process."""
+
+    def __init__(self, launcher: int) -> None:
+        self.launcher = launcher
+        self._known: dict[tuple[int, float], tuple[str, float]] = {}
+
+    def look(self) -> None:
+        """Notes what every process has used; what has ended keeps its last reading."""
+        for process in self._family():
+            try:
+                with process.oneshot():
+                    times = process.cpu_times()
+                    key = (process.pid, process.create_time())
+                    kind = self._known[key][0] if key in self._known else NURSERY
+                    if kind == NURSERY:  # or what it has just forked
+                        kind = kind_of(process)
+                self._known[key] = (kind, times.user + times.system)
+            except psutil.Error:
+                continue
+
+    def _family(self) -> Iterator[psutil.Process]:
+        try:
+            launcher = psutil.Process(self.launcher)
+            yield launcher
+            yield from launcher.children(recursive=True)
+        except psutil.Error:
+            return
+
+    def reading(self, roles: bool) -> dict[str, float]:
+        """Seconds by kind; without the role processes if `roles` is False."""
+        self.look()
+        used: dict[str, float] = {}
+        for kind, seconds in self._known.values():
+            if roles or kind not in ("engine", "trainer"):
+                used[kind] = used.get(kind, 0.0) + seconds
+        return used
+
+
+def kind_of(process: psutil.Process) -> str:
+    """engine, trainer, rollout, environment, sandbox, ... by what it runs."""
+    line = " ".join(process.cmdline())
+    for mark, kind in (
+        ("meshrl.common.mesh.process.forking.nursery", NURSERY),
+        ("meshrl.services.engine", "engine"),
+        ("meshrl.services.trainer", "trainer"),
+        ("meshrl.services.environment", "environment"),
+        ("environment/verifying/boot.py", "environment"),
+        ("meshrl.services.rollout", "rollout"),
+        ("meshrl.services.sandbox", "sandbox"),
+        ("meshrl.services.planner", "planner"),
+        ("meshrl.services.weights", "weights"),
+        ("meshrl.services.node", "node"),
+        ("redis", "redis"),
+        ("valkey", "redis"),
+    ):
+        if mark in line:
+            return kind
+    return "launcher"
 
 
 @dataclass
@@ -97,12 +193,10 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
 
 
 async def all_events(state: State, run_dir: Path) -> list[events.Event]:
-    """What a run has recorded, and what has happened since."""
     recorded = read_events(run_dir)
     return recorded + await events.read_all(state, recorded[-1].id if recorded else "0")
 
 
 async def steps_of(state: State, run_dir: Path) -> list[dict[str, Any]]:
-    """Metrics of all committed steps."""
     found = await all_events(state, run_dir)
     return [e.fields["metrics"] for e in found if e.kind == "step"]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.processes import forked
-from loadtests.measuring.rounds import quartiles, ratio
+from loadtests.measuring.rounds import ratio, spread
 from meshrl.common.api.ranks import Meeting
 from meshrl.common.weights.ways.meeting import listen, place_of
 from meshrl.services.trainer.ranks.rank import join_group, leave_group
@@ -35,14 +35,12 @@ def turns(pairs: int) -> list[Turn]:
 
 
 def together(barrier: Any, ranks: int, turn: Turn) -> None:
-    """Returns when all ranks are here."""
     barrier.add(str(turn), 1)
     while barrier.add(str(turn), 0) < ranks:
         time.sleep(0.001)
 
 
 def rank(number: int, ranks: int, directory: Path, doors: dict[Turn, socket.socket]) -> list[float]:
-    """Seconds that each turn took this rank."""
     torch.set_num_threads(1)
     barrier = dist.FileStore(str(directory / "barrier"), ranks)  # type: ignore[attr-defined]
     took = []
@@ -62,11 +60,7 @@ def figures(took: list[float], order: list[Turn], ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {"ranks": ranks, "pairs": len(order) // 2}
     by = {arm: {p: t for (p, a), t in zip(order, took, strict=True) if a == arm} for arm in ARMS}
     for arm, times in by.items():
-        low, middle, high = quartiles([1000 * t for t in times.values()])
-        found |= {
-            f"{arm}_ms": round(middle, 1),
-            f"{arm}_ms_quartiles": [round(low, 1), round(high, 1)],
-        }
+        found |= spread(f"{arm}_ms", [1000 * t for t in times.values()], 1)
     ratio_store = ratio([*by["store"].values()], [*by["file"].values()])
     return found | {"ratio_store": ratio_store, "load": os.getloadavg()[0]}
 

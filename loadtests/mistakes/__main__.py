@@ -12,15 +12,135 @@ started, `clear_within_20s` the share of the rest; `silent` and `destroyed` coun
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from loadtests.measuring.commands import Command
 from loadtests.measuring.entry import options, report, tell
-from loadtests.mistakes.mistake import ALL
-from loadtests.mistakes.trying import Verdict, attempt
+from loadtests.mistakes.job import Place
+from loadtests.mistakes.mistake import ALL, Mistake, NotPreparedError
+from loadtests.mistakes.preparing import PREPARATIONS
+
+SILENT_S = 60.0  # what is not said by then is not said
+END_S = 60.0  # for the command to end by itself once it has said it
+STARTED = "starting a mesh"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    name: str
+    running: bool
+    said_s: float | None  # from the start of the command until all was said; None: never
+    by_s: float
+    missing: tuple[str, ...]  # expressions that were never found
+    faults: tuple[str, ...]  # what else was wrong
+    destroyed: tuple[str, ...]  # files of the user that are gone or changed
+    output: str
+
+    @property
+    def silent(self) -> bool:
+        return self.said_s is None
+
+    @property
+    def clear(self) -> bool:
+        """Said in time, in words a user can act on."""
+        return self.said_s is not None and self.said_s <= self.by_s and not self.faults
+
+
+class _Trial(Command):
+    """A command whose words are looked for."""
+
+    def said(self, patterns: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
+        """Return when the last expression was first found (seconds), and those not found yet."""
+        latest, missing = 0.0, []
+        for pattern in patterns:
+            found = (at for at, line in self.lines if re.search(pattern, line, re.IGNORECASE))
+            first = next(found, None)
+            if first is None:
+                missing.append(pattern)
+            else:
+                latest = max(latest, first)
+        return (None if missing else latest), tuple(missing)
+
+
+def attempt(mistake: Mistake) -> Verdict:
+    with tempfile.TemporaryDirectory(prefix="mistake-") as folder:
+        place = Place(Path(folder) / "work")
+        if mistake.set:
+            place.set(mistake.set)
+        for name, content in mistake.files.items():
+            place.write(name, content)
+        if mistake.config:
+            place.config(**mistake.config)
+        try:
+            how, *arguments = mistake.prepare or ("",)
+            with PREPARATIONS[how](place, *arguments) if how else nullcontext():
+                before = place.contents()
+                command = _Trial(place.root, *mistake.argv, **mistake.environ)
+                try:
+                    status = _watch(command, mistake)
+                finally:
+                    command.end()
+                return _judge(mistake, place, before, command, status)
+        except NotPreparedError as error:
+            why = (f"not prepared: {error}",)
+            return Verdict(mistake.name, mistake.running, None, mistake.by_s, (), why, (), "")
+
+
+def _watch(command: _Trial, mistake: Mistake) -> int | None:
+    """Until it has ended or cannot be expected to say more; the exit status, or None."""
+    deadline = command.began + SILENT_S + mistake.own_s
+    while time.monotonic() < deadline:
+        status = command.wait(0.1)
+        if status is not None:
+            return status
+        if command.said(mistake.says)[0] is not None:
+            return command.wait(END_S) if mistake.ends else None
+    return None
+
+
+def _judge(
+    mistake: Mistake, place: Place, before: dict[str, str], command: _Trial, status: int | None
+) -> Verdict:
+    said_s, missing = command.said(mistake.says)
+    text = command.text
+    faults = []
+    if "Traceback (most recent call last)" in text:
+        faults.append("a traceback")
+    faults += [f"prints {hidden!r}" for hidden in mistake.hides if hidden in text]
+    if not mistake.running and STARTED in text:
+        faults.append("a mesh was started")
+    if mistake.ends and status in (None, 0):
+        faults.append("did not end by itself" if status is None else "exit status 0")
+    after = place.contents()
+    changed = tuple(
+        name
+        for name, digest in before.items()
+        if after.get(name) != digest and not name.startswith(mistake.changes or ("\0",))
+    )
+    if not mistake.running and (new := [name for name in after if _is_run(name, before)]):
+        faults.append(f"left {new[0]}")
+    return Verdict(
+        name=mistake.name,
+        running=mistake.running,
+        said_s=None if said_s is None else round(said_s, 2),
+        by_s=mistake.by_s,
+        missing=missing,
+        faults=tuple(faults),
+        destroyed=changed,
+        output=text[-2000:],
+    )
+
+
+def _is_run(name: str, before: dict[str, str]) -> bool:
+    return name not in before and Path(name).parent == Path("runs")
 
 
 def main() -> int:
@@ -65,9 +185,7 @@ def _summary(verdicts: list[Verdict]) -> dict[str, object]:
     running = [v for v in verdicts if v.running]
     return {
         "mistakes": len(verdicts),
-        "before": len(before),
         "clear_at_once": _share(before),
-        "running": len(running),
         "clear_within_20s": _share(running),
         "silent": sum(v.silent for v in verdicts),
         "destroyed": sum(bool(v.destroyed) for v in verdicts),

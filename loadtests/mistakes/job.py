@@ -59,11 +59,9 @@ class Place:
         make_model(root / "model")
 
     def path(self, name: str) -> Path:
-        """A file or folder of the trial."""
         return self.root / name
 
     def write(self, name: str, content: str | bytes | None) -> None:
-        """Writes a file of the trial, or removes it."""
         file = self.path(name)
         if content is None:
             file.unlink()
@@ -72,7 +70,6 @@ class Place:
         file.write_bytes(content.encode() if isinstance(content, str) else content)
 
     def set(self, keys: Mapping[str, Any]) -> None:
-        """Writes the job with other values of some keys, by their dotted names."""
         job = json.loads(json.dumps(JOB))
         for key, value in keys.items():
             *tables, last = key.split(".")
@@ -86,18 +83,15 @@ class Place:
         self.write("job.toml", toml(job))
 
     def config(self, **keys: Any) -> None:
-        """Changes keys of the model's config.json; None removes one."""
         file = self.path("model/config.json")
         config = json.loads(file.read_text()) | keys
         kept = {key: value for key, value in config.items() if value is not None}
         file.write_text(json.dumps(kept))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's tensors, by their names in the file."""
         return load_file(self.path("model/model.safetensors"))
 
     def save_weights(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Writes the model's tensors again."""
         save_file(tensors, self.path("model/model.safetensors"), metadata={"format": "pt"})
 
     def contents(self) -> dict[str, str]:
@@ -117,7 +111,6 @@ class Place:
 
 
 def lines(rows: list[dict[str, Any]]) -> str:
-    """Rows as JSONL."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 

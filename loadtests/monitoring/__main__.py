@@ -14,29 +14,127 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import re
 import shutil
 import sys
 import tempfile
 import time
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from loadtests.measuring.entry import flat, options, report, tell
-from loadtests.monitoring.files import alerts, dashboards, expressions, metrics
-from loadtests.monitoring.mesh import WatchedMesh, free_ports
-from loadtests.monitoring.scenes import SCENES, Scene
-from loadtests.monitoring.watching import Watching, configured, watching
+from loadtests.monitoring.files import PROMETHEUS, alerts, dashboards, expressions, metrics, read
+from loadtests.monitoring.mesh import SCENES, Scene, WatchedMesh, free_ports
 
 CALM_S = 15.0  # that a mesh is watched while all is well
 CALM_BY_S = 300.0  # for a first step, and for a mesh to be well again
 FIRE_S = 300.0  # the longest look back is three minutes
 CLEAR_S = 5.0  # that an alert does not fire until it counts as cleared
 GPUS = "meshrl_gpu_utilization"  # of hosts that have one
+FASTER = 20  # times: ten minutes are half of one
+LOOKS_FASTER = 5  # how far back a rule looks: processes take as long to start as they ever do
+FOR_S = 5.0  # that a condition must hold, at most
+SCRAPE = "2s"  # also the time that a page may take
+UP_S = 60.0
+UNITS = {"s": 1, "m": 60, "h": 3600}
+SPAN = re.compile(r"(\[|offset )(\d+)([smh])")
+
+
+class Watching:
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def firing(self) -> set[str]:
+        found = await self._asked("alerts")
+        return {a["labels"]["alertname"] for a in found["alerts"] if a["state"] == "firing"}
+
+    async def names(self) -> set[str]:
+        return set(await self._asked("label/__name__/values"))
+
+    async def value(self, expression: str) -> list[dict[str, Any]]:
+        """The samples of an expression now, each with `metric` (its labels) and `value`."""
+        found = await self._asked("query", query=expression)
+        return list(found["result"])
+
+    async def up(self) -> dict[str, bool]:
+        """Whether each host of the mesh answers, by its role."""
+        found = await self._asked("targets")
+        return {
+            t["labels"]["role"]: t["health"] == "up"
+            for t in found["activeTargets"]
+            if "role" in t["labels"]
+        }
+
+    async def _asked(self, what: str, **query: str) -> Any:
+        url = f"{self._address}/api/v1/{what}?{urllib.parse.urlencode(query)}"
+
+        def answer() -> Any:
+            with urllib.request.urlopen(url, timeout=UP_S) as page:
+                return json.load(page)["data"]
+
+        return await asyncio.to_thread(answer)
+
+
+def configured(folder: Path, head: str, host: str) -> Path:
+    """The configuration, with these two hosts in place of what DNS finds, and its alerts sooner."""
+    told = read(PROMETHEUS / "prometheus.yaml")
+    told["global"] = dict.fromkeys(
+        ("scrape_interval", "scrape_timeout", "evaluation_interval"), SCRAPE
+    )
+    mesh = told["scrape_configs"][0]
+    told["scrape_configs"] = [mesh]
+    (mesh["static_configs"][0]["targets"],) = ([head],)
+    del mesh["dns_sd_configs"]
+    mesh["static_configs"].append({"targets": [host], "labels": {"__meta_dns_name": "workers"}})
+    rules = read(PROMETHEUS / "alerts.yaml")
+    for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+        rule["expr"] = SPAN.sub(
+            lambda m: f"{m[1]}{_ms(m[2], m[3]) // LOOKS_FASTER}ms", rule["expr"]
+        )
+        rule["expr"] = rule["expr"].replace("> 600", f"> {600 // FASTER}")
+        if held := re.fullmatch(r"(\d+)([smh])", rule.get("for", "")):
+            rule["for"] = f"{min(_ms(*held.groups()) // FASTER, int(1000 * FOR_S))}ms"
+    (folder / "alerts.yaml").write_text(yaml.safe_dump(rules))
+    path = folder / "prometheus.yaml"
+    path.write_text(yaml.safe_dump(told))
+    return path
+
+
+def _ms(number: str, unit: str) -> int:
+    return int(number) * UNITS[unit] * 1000
+
+
+@contextlib.asynccontextmanager
+async def watching(config: Path, port: int) -> AsyncIterator[Watching]:
+    """Prometheus itself, until the end of the block."""
+    words = [f"--config.file={config}", f"--storage.tsdb.path={config.parent / 'tsdb'}"]
+    words += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+    with (config.parent / "prometheus.log").open("wb") as log:
+        server = await asyncio.create_subprocess_exec(
+            "prometheus", *words, stdout=log, stderr=log, env=os.environ | {"GOMAXPROCS": "1"}
+        )
+    try:
+        found = Watching(f"http://127.0.0.1:{port}")
+        async with asyncio.timeout(UP_S):
+            while True:
+                with contextlib.suppress(OSError):
+                    await found.firing()
+                    break
+                await asyncio.sleep(0.2)
+        yield found
+    finally:
+        server.terminate()
+        await server.wait()
 
 
 class Trial:
-    """What came of the scenes so far."""
-
     def __init__(self, mesh: WatchedMesh, seen: Watching) -> None:
         self.mesh, self.seen = mesh, seen
         self.fired: dict[str, dict[str, float]] = {}
@@ -63,7 +161,7 @@ class Trial:
         if scene.mounted and not self.mesh.mounted:
             self.not_tried += scene.alerts
             return
-        _say(f"{', '.join(scene.alerts)}: {scene.what}")
+        tell(f"{', '.join(scene.alerts)}: {scene.what}")
         left = set(scene.alerts)
         began = time.monotonic()
         async with scene.play(self.mesh):
@@ -73,7 +171,7 @@ class Trial:
                         for name in left & await self.seen.firing():
                             left.discard(name)
                             self.fired[name] = {"fired_s": round(time.monotonic() - began, 1)}
-                            _say(f"  {name} fires")
+                            tell(f"  {name} fires")
                         await asyncio.sleep(0.5)
         ended = time.monotonic()
         still = set(scene.alerts) - left
@@ -104,7 +202,6 @@ class Trial:
 
 
 async def trial(folder: Path, only: set[str]) -> dict[str, Any]:
-    """All scenes, or those of some alerts."""
     began = time.monotonic()
     mesh = WatchedMesh(folder)
     chosen = [s for s in SCENES if not only or only & set(s.alerts)]
@@ -139,7 +236,6 @@ async def trial(folder: Path, only: set[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """The exit status."""
     parser = options(
         __doc__,
         only=("", "alerts, with commas"),
@@ -153,16 +249,12 @@ def main() -> int:
         told = asyncio.run(trial(folder, set(filter(None, asked.only.split(",")))))
     finally:
         if asked.keep:
-            _say(f"files are in {folder}")
+            tell(f"files are in {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
     report(told)
     wrong = ("not_fired", "not_cleared", "errors", "unasked", "missing")
     return int(any(told[key] for key in wrong))
-
-
-def _say(text: str) -> None:
-    tell(text)
 
 
 if __name__ == "__main__":

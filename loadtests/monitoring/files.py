@@ -16,18 +16,15 @@ METRIC = re.compile(r"\b(?:meshrl|process)_\w+|\bup\b(?=\s*[{=])")
 
 
 def read(path: Path) -> Any:
-    """A YAML file."""
     return yaml.safe_load(path.read_text())
 
 
 def alerts() -> dict[str, dict[str, Any]]:
-    """The alerting rules by name."""
     groups = read(PROMETHEUS / "alerts.yaml")["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
 
 
 def dashboards() -> dict[str, dict[str, Any]]:
-    """The dashboards by file name."""
     found = sorted((GRAFANA / "dashboards").glob("*.json"))
     return {path.name: json.loads(path.read_text()) for path in found}
 

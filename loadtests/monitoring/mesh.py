@@ -1,4 +1,6 @@
-"""A head and a host that has joined it, both on this machine, and small jobs on them."""
+"""A head and a host that has joined it, both on this machine, small jobs on them, and the scenes
+that alerts fire by.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -53,6 +57,65 @@ def uneven(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
 def never(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
     raise KeyError("solution")
 """
+FULL = 0.01  # of a disk that is left of one that is full
+Play = Callable[["WatchedMesh"], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is done, and the alerts that fire by it; they clear once it is undone."""
+
+    alerts: tuple[str, ...]
+    what: str
+    play: Play
+    mounted: bool = False  # it takes the right to mount a volume
+
+
+def _stopped(*kinds: str) -> Play:
+    return lambda mesh: mesh.hunted(signal.SIGSTOP, *kinds)
+
+
+def _job(name: str, **changes: object) -> Play:
+    @contextlib.asynccontextmanager
+    async def play(mesh: WatchedMesh) -> AsyncIterator[None]:
+        await mesh.submit(name, **changes)
+        try:
+            yield
+        finally:
+            await mesh.remove(name)
+
+    return play
+
+
+@contextlib.asynccontextmanager
+async def _process_stopped(pid: int) -> AsyncIterator[None]:
+    send(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(pid, signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def _host_killed(mesh: WatchedMesh) -> AsyncIterator[None]:
+    send(running_launcher(mesh.host), signal.SIGKILL)
+    try:
+        yield
+    finally:
+        await mesh.join()
+
+
+@contextlib.asynccontextmanager
+async def _disk_filled(mesh: WatchedMesh) -> AsyncIterator[None]:
+    path = mesh.host.root / "filled"
+    found = os.statvfs(mesh.host.root)
+    takes = found.f_frsize * int(found.f_bavail - FULL * found.f_blocks)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, takes)
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 class WatchedMesh:
@@ -66,8 +129,12 @@ class WatchedMesh:
         self._folder, self._listens = folder, [_range(), _range()]
 
     async def start(self) -> None:
-        """Both hosts; the second one's root is a small volume where this user may mount one."""
-        self._write_job()
+        folder = self.job.parent
+        shutil.copytree(EXAMPLES / "calculator", folder / "calculator")
+        code = (EXAMPLES / "calculator.py").read_text()
+        head, mark, tail = code.partition('\n\nif __name__ == "__main__":')
+        (folder / "calculator.py").write_text(head + FAULTY + mark + tail)
+        shutil.copyfile(EXAMPLES / "calculator.toml", self.job)
         self.host.root.mkdir(parents=True, mode=0o700)
         volume = ("-o", f"size={VOLUME},mode=700", "meshrl", str(self.host.root))
         mount = await asyncio.create_subprocess_exec(
@@ -79,7 +146,6 @@ class WatchedMesh:
         await self.join()
 
     async def join(self) -> None:
-        """The second host joins, or comes back."""
         token = self.head.root / "mesh" / "join.token"
         known = [] if self.host.settings.exists() else [str(token)]
         words = [*known, "--root", str(self.host.root), "--workers", "1"]
@@ -87,7 +153,6 @@ class WatchedMesh:
         await self.meshrl("join", *words)
 
     async def stop(self) -> None:
-        """Ends all of it."""
         for place in (self.host, self.head):
             with contextlib.suppress(RuntimeError):
                 await self.meshrl("down", "--mesh", str(place.root))
@@ -95,14 +160,12 @@ class WatchedMesh:
             await (await asyncio.create_subprocess_exec("umount", "-l", self.host.root)).wait()
 
     async def submit(self, name: str, **changes: object) -> None:
-        """A small job; a key has `__` for the dot."""
         told = SMALL | {key.replace("__", "."): value for key, value in changes.items()}
         told |= {"name": name, "out": self._folder / name}
         sets = [w for key, value in told.items() for w in ("--set", f"{key}={value}")]
         await self.meshrl("submit", str(self.job), "--mesh", str(self.head.root), *sets)
 
     async def remove(self, name: str) -> None:
-        """Stops a job if it goes on, and takes it out of the records."""
         words = (name, "--mesh", str(self.head.root))
         with contextlib.suppress(RuntimeError):  # it has ended
             await self.meshrl("cancel", *words)
@@ -112,7 +175,6 @@ class WatchedMesh:
                     return await self.meshrl("delete", *words)
 
     async def meshrl(self, *words: str) -> None:
-        """Run a command; RuntimeError with what it said when it fails."""
         await meshrl(*words, MESHRL_HOME=str(self._folder / "home"))
 
     async def pids(self, kinds: Iterable[str]) -> dict[str, int]:
@@ -120,12 +182,7 @@ class WatchedMesh:
         found = await living(self.head.redis_url, connect_s=2.0)
         return {entry.name: entry.pid for entry in found if entry.kind in kinds}
 
-    def root_process(self, place: MeshPlace) -> int:
-        """The pid of a host's root process."""
-        return running_launcher(place)
-
     def redis(self) -> int:
-        """The pid of the head's Redis."""
         for process in psutil.process_iter(["pid", "name", "cwd"]):
             if process.info["cwd"] == str(self.head.redis.resolve()):
                 return int(process.info["pid"])
@@ -133,9 +190,7 @@ class WatchedMesh:
 
     @contextlib.asynccontextmanager
     async def hunted(self, number: signal.Signals, *kinds: str) -> AsyncIterator[None]:
-        """Within the block each process of these kinds gets this signal once it is there, also
-        those that are started in its place. Those that are stopped go on after it.
-        """
+        """Send a signal to each process of these kinds, and to successors, until the block ends."""
         hit: dict[int, None] = {}
 
         async def hunt() -> None:
@@ -155,23 +210,13 @@ class WatchedMesh:
             for pid in hit:
                 send(pid, signal.SIGCONT)
 
-    def _write_job(self) -> None:
-        folder = self.job.parent
-        shutil.copytree(EXAMPLES / "calculator", folder / "calculator")
-        code = (EXAMPLES / "calculator.py").read_text()
-        head, mark, tail = code.partition('\n\nif __name__ == "__main__":')
-        (folder / "calculator.py").write_text(head + FAULTY + mark + tail)
-        shutil.copyfile(EXAMPLES / "calculator.toml", self.job)
-
 
 def send(pid: int, number: signal.Signals) -> None:
-    """A signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in taken:
@@ -182,3 +227,55 @@ def free_ports(count: int) -> list[int]:
 def _range() -> str:
     low = free_ports(1)[0] // PORTS * PORTS
     return f"127.0.0.1:{low}-{low + PORTS - 1}"
+
+
+# `calc` trains beside all of them.
+SCENES = (
+    Scene(
+        ("MeshStalenessRefusals",),
+        "one reward of five takes so long that others' steps make its tokens old",
+        _job(
+            "uneven",
+            reward__use="calculator:uneven",
+            reward__deadline_s=120,
+            sandbox__processes=2,
+            algorithm__groups_per_step=1,
+            algorithm__group_size=2,
+            algorithm__max_staleness=4,
+        ),
+    ),
+    Scene(
+        ("MeshProcessRestarts",),
+        "the gateway is killed again and again",
+        lambda mesh: mesh.hunted(signal.SIGKILL, "gateway"),
+    ),
+    Scene(
+        ("MeshJobNoStep", "MeshStall"),
+        "the trainer is stopped, and whoever is started in its place",
+        _stopped("trainer"),
+    ),
+    Scene(("MeshLeaderMissing",), "all planners are stopped", _stopped("planner")),
+    Scene(("MeshProcessSilent",), "the gateway is stopped", _stopped("gateway")),
+    # The launcher starts another in its place after eight seconds.
+    Scene(("MeshRedisAway",), "Redis is stopped", lambda mesh: _process_stopped(mesh.redis())),
+    Scene(
+        ("MeshHeadDown",),
+        "the head's root process is stopped",
+        lambda mesh: _process_stopped(running_launcher(mesh.head)),
+    ),
+    Scene(("MeshHostAway", "MeshHostDown"), "a host's root process is killed", _host_killed),
+    Scene(("MeshDiskNearlyFull", "MeshDiskFull"), "a host's volume is filled", _disk_filled, True),
+    Scene(
+        ("MeshJobWaits",),
+        "a job needs more workers than are left",
+        _job("wide", pool__workers__least=3),
+    ),
+    Scene(
+        ("MeshFailures",),
+        "a reward raises for every third row",
+        _job("raises", reward__use="calculator:now_and_then"),
+    ),
+    Scene(
+        ("MeshJobFailed",), "a reward always raises", _job("broken", reward__use="calculator:never")
+    ),
+)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,11 +24,11 @@ import numpy as np
 import uvloop
 
 from loadtests.measuring.entry import options, report
+from loadtests.measuring.meshed import FOREVER_S, knows, unrenewed
 from loadtests.measuring.models import drawn, shape, submission
 from loadtests.measuring.models import serve as serving
 from loadtests.measuring.processes import served
 from loadtests.measuring.rounds import rotated
-from loadtests.measuring.unrenewed import FOREVER_S, knows, unrenewed
 from meshrl.common.api.engine import Attach, CacheMove, CacheMoved, Engine
 from meshrl.common.generation.builtin.build import build
 from meshrl.common.mesh.runtime.mesh import Mesh
@@ -50,7 +49,7 @@ async def serve(name: str, source: list[str]) -> None:
     if source:
         await knows(mesh, SOURCE, *source)
     await service.weights.swap(drawn(MODEL), 0, "manifest")
-    print(mesh.transport.address, mesh.incarnation, engine.cache_bytes_per_token, flush=True)
+    print(mesh.transport.address, mesh.incarnation, flush=True)
     await asyncio.sleep(FOREVER_S)
 
 
@@ -81,7 +80,6 @@ class Shard:
         await self.mesh.ref(name).call(Engine.submit, request)
 
     async def turn(self, name: str, session: int, context: list[int]) -> float:
-        """Seconds that it takes."""
         began = time.perf_counter()
         await self.submit(name, session, context, [])
         await self._over[self._turns]
@@ -91,7 +89,6 @@ class Shard:
         return await self.mesh.ref(TARGET).call(Engine.move, CacheMove(SHARD, session, SOURCE))
 
     async def pings(self, until: asyncio.Future[Any]) -> list[float]:
-        """Milliseconds of calls to the target, one after the other."""
         took = []
         while not until.done():
             began = time.perf_counter()
@@ -134,27 +131,22 @@ async def _arm(
     later = asyncio.ensure_future(_going_on(shard, arm, session, context))
     if listens and arm == "both":
         found["pings_moving"] = await shard.pings(later)
-    moved = await later
+    await later
     found[f"{arm}_s"] = [time.perf_counter() - began]
-    if moved is not None:
-        found[f"{arm}_megabytes"] = [moved.bytes / 1e6]
     await shard.submit(TARGET, -1, [], [session])
     return found
 
 
-async def _going_on(shard: Shard, arm: str, session: int, context: list[int]) -> CacheMoved | None:
-    if arm == "compute":
-        await shard.turn(TARGET, session, context)
-        return None
+async def _going_on(shard: Shard, arm: str, session: int, context: list[int]) -> None:
     if arm == "move":
         moved = await shard.move(session)
         assert moved.adopted, moved
-        await shard.turn(TARGET, session, context)
-        return moved
-    moving = asyncio.ensure_future(shard.move(session))
-    await asyncio.sleep(0)  # as a shard's stay does
+    elif arm == "both":
+        moving = asyncio.ensure_future(shard.move(session))
+        await asyncio.sleep(0)  # as a shard's stay does
     await shard.turn(TARGET, session, context)
-    return await moving
+    if arm == "both":
+        await moving
 
 
 def _report(figures: dict[str, list[float]], counts: list[int]) -> dict[str, Any]:
@@ -162,36 +154,28 @@ def _report(figures: dict[str, list[float]], counts: list[int]) -> dict[str, Any
     for name, values in figures.items():
         if name.startswith("pings"):
             kind = name.removeprefix("pings_")
-            found[f"ping_{kind}_p50_ms"] = round(statistics.median(values), 2)
             found[f"ping_{kind}_p99_ms"] = round(float(np.quantile(values, 0.99)), 2)
         else:
             found[name] = round(statistics.median(values), 4)
     for count in counts:
         both, move, compute = (figures[f"{arm}_s_{count}"] for arm in ("both", "move", "compute"))
-        three = list(zip(both, move, compute, strict=True))
-        ratios = {
-            "ratio_better": [b / min(m, c) for b, m, c in three],
-            "ratio_compute": [b / c for b, _, c in three],
-        }
-        for name, values in ratios.items():
-            found[f"{name}_{count}"] = round(statistics.median(values), 3)
-            found[f"{name}_{count}_span"] = [round(min(values), 3), round(max(values), 3)]
+        better = [b / min(m, c) for b, m, c in zip(both, move, compute, strict=True)]
+        found[f"ratio_better_{count}"] = round(statistics.median(better), 3)
     return found
 
 
 @contextmanager
 def started(name: str, *source: str) -> Iterator[list[str]]:
-    """Serve an engine; yield its address, its incarnation, and its bytes per token."""
     with served("loadtests.moves", "--serve", name, "--source", *source) as (_, line):
         yield line.split()
 
 
 async def compare(counts: list[int], rounds: int) -> dict[str, Any]:
-    with started(SOURCE) as told, started(TARGET, *told[:2]) as heard:
+    with started(SOURCE) as told, started(TARGET, *told) as heard:
         mesh = unrenewed(SHARD)
         mesh.start()
-        await knows(mesh, SOURCE, *told[:2])
-        await knows(mesh, TARGET, *heard[:2])
+        await knows(mesh, SOURCE, *told)
+        await knows(mesh, TARGET, *heard)
         shard = Shard(mesh)
         try:
             for event in shard.attached.values():
@@ -200,7 +184,7 @@ async def compare(counts: list[int], rounds: int) -> dict[str, Any]:
         finally:
             shard.close()
             await mesh.leave()
-    return figures | {"bytes_per_token": int(told[2]), "cores": os.cpu_count(), "rounds": rounds}
+    return figures
 
 
 def main() -> None:

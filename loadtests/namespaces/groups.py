@@ -6,10 +6,41 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
+
+import psutil
 
 ROOT = Path("/sys/fs/cgroup")
 NAMED = ("memory", "pids", "cpu", "cpuacct", "freezer", "unified", "")  # hierarchies; "": v2 alone
+PREFIX = "meshrl-hosts-"
+
+
+def mark() -> str:
+    """A beginning of names that tells whose something is: pid and when that process began."""
+    me = psutil.Process()
+    return f"{PREFIX}{me.pid}-{int(me.create_time())}-"
+
+
+def owned(name: str) -> bool:
+    """Whether the process that has made what has this name is still there."""
+    pid, _, began = name.removeprefix(PREFIX).partition("-")
+    try:
+        return int(psutil.Process(int(pid)).create_time()) == int(began.partition("-")[0])
+    except (psutil.NoSuchProcess, ValueError):
+        return False
+
+
+def sweep() -> list[str]:
+    """Removes what nobody owns any more; the names of it."""
+    places = [Path(tempfile.gettempdir()), *homes()]
+    names = {path.name for place in places for path in place.glob(f"{PREFIX}*")}
+    gone = sorted(name for name in names if not owned(name))
+    for name in gone:
+        removed(name)
+        shutil.rmtree(places[0] / name, ignore_errors=True)
+    return gone
 
 
 def homes() -> list[Path]:

@@ -24,8 +24,6 @@ END_S = 15.0  # of a command that was told to end
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a command."""
-
     status: int
     out: str
     err: str

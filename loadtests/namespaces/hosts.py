@@ -26,11 +26,10 @@ from types import TracebackType
 
 import psutil
 
-from loadtests.namespaces import groups, leftovers
+from loadtests.namespaces import groups
 from loadtests.namespaces.host import Host
-from loadtests.namespaces.init import HOME, Tree
+from loadtests.namespaces.init import HOME, SPACES, Tree, are_permitted
 from loadtests.namespaces.network import Network, address
-from tests.namespaces import SPACES, are_permitted
 
 CODE = Path(__file__).parents[2]
 READY_S = 30.0
@@ -76,8 +75,8 @@ class Hosts:
         return len(self._hosts)
 
     async def __aenter__(self) -> Hosts:
-        leftovers.sweep()
-        self._folder = Path(tempfile.mkdtemp(prefix=leftovers.mark()))
+        groups.sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=groups.mark()))
         (self._folder / "shared").mkdir()
         try:
             self.router = await self._first("loadtests.namespaces.router", str(self.delay_s))
@@ -102,7 +101,6 @@ class Hosts:
         await self._network.rules(number, [""])
 
     async def mend(self, number: int) -> None:
-        """Ends a cut and losses."""
         await self._network.rules(number, [])
 
     async def lose(self, number: int, share: float) -> None:
@@ -219,7 +217,6 @@ def _shown() -> tuple[str, ...]:
 
 
 def _environment() -> dict[str, str]:
-    """Of everything in a host."""
     here = {key: os.environ[key] for key in KEPT if key in os.environ}
     path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return here | {"PATH": path, "HOME": HOME, "OMP_NUM_THREADS": "1"}

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,14 @@ HOME = "/host"  # where commands run, and what $HOME is
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt")
 WRITABLE = ("tmp", "var", "run", "root", "host")  # directories of the host's own, on the disk
 SHARED_MEMORY = "size=50%"
+SPACES = ("--net", "--pid", "--fork", "--mount", "--uts", "--ipc")
+
+
+def are_permitted() -> bool:
+    """Return whether this process may make the namespaces that hosts are, and their tunnel."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/net/tun") or not shutil.which("unshare"):
+        return False
+    return subprocess.run(["unshare", *SPACES, "true"], capture_output=True).returncode == 0
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,6 @@ class Tree:
 
 
 def mounted(*words: str) -> None:
-    """As the command; CalledProcessError."""
     subprocess.run(["mount", *words], check=True)
 
 
@@ -64,7 +71,7 @@ def grow(tree: Tree) -> None:
         one, seen = tree.shared[0], root / tree.shared[1].lstrip("/")
         seen.mkdir(parents=True, exist_ok=True)
         mounted("--bind", one, str(seen))
-    for place in _below_writable(tree.shown):
+    for place in [place for place in tree.shown if Path(place).parts[1] in WRITABLE]:
         _shown(Path(place), root)
     for name in ("proc", "sys", "dev"):
         (root / name).mkdir()
@@ -88,11 +95,6 @@ def _shown(outside: Path, root: Path) -> None:
     mounted("-o", "bind,ro", str(outside), str(inside))
 
 
-def _below_writable(shown: Iterable[str]) -> list[str]:
-    """Those that a directory of the host's own has covered: code may lie in /tmp or /root."""
-    return [place for place in shown if Path(place).parts[1] in WRITABLE]
-
-
 def reap(*_: object) -> None:
     """Takes leave of whoever has ended, and has nobody else who would."""
     while True:
@@ -104,14 +106,6 @@ def reap(*_: object) -> None:
             return
 
 
-def wait_for_the_end() -> None:
-    """Until standard input ends."""
-    signal.signal(signal.SIGCHLD, reap)
-    print("ready", flush=True)
-    while os.read(0, 1):
-        pass
-
-
 def main() -> None:
     document = json.loads(sys.argv[1])
     tree = Tree(**document | {key: tuple(document[key]) for key in ("shown", "groups", "shared")})
@@ -120,7 +114,10 @@ def main() -> None:
     Path("/proc/sys/kernel/hostname").write_text(tree.name)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     grow(tree)
-    wait_for_the_end()
+    signal.signal(signal.SIGCHLD, reap)
+    print("ready", flush=True)
+    while os.read(0, 1):
+        pass
 
 
 if __name__ == "__main__":

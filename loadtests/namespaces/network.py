@@ -21,7 +21,6 @@ class NetworkError(RuntimeError):
 
 
 def address(number: int) -> str:
-    """Of the host with this number."""
     return f"10.77.{number}.2"
 
 
@@ -51,8 +50,6 @@ def within(pid: int) -> list[str]:
 
 
 class Network:
-    """Links of one router."""
-
     def __init__(self, router: int, rate: str, delayed: bool) -> None:
         """`rate`: as of `tc`, of each link and direction; empty: as fast as it goes."""
         self._router, self._rate, self._delayed = router, rate, delayed
@@ -63,7 +60,6 @@ class Network:
             await self._ip(f"route add default dev {DEVICE} table {TABLE}")
 
     async def link(self, number: int, pid: int) -> None:
-        """Connects the host whose first process is `pid`."""
         ours, theirs, gate = f"h{number}", address(number), f"10.77.{number}.1"
         await commanded(
             *("ip", "link", "add", ours, "netns", str(self._router)),

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from loadtests.measuring.entry import options, report
-from loadtests.measuring.meter import Meter
-from loadtests.measuring.metered import all_events, started
+from loadtests.measuring.metered import Meter, all_events, started
 from loadtests.plain.loop import Job, run_plain, warmed_up
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.state import jobs
@@ -53,15 +52,9 @@ def compare(mesh: dict[str, Any], plain: dict[str, Any], steps: int) -> dict[str
     mesh_token = mesh["cpu_s"] / mesh["tokens_trained"]
     plain_token = plain["cpu_s"] / plain["tokens_trained"]
     answer = {
-        "steps": steps,
         "plain_cpu_s_per_step": plain["cpu_s"] / steps,
         "mesh_cpu_s_per_step": mesh["cpu_s"] / steps,
-        "plain_cpu_us_per_token": 1e6 * plain_token,
-        "mesh_cpu_us_per_token": 1e6 * mesh_token,
         "ratio_cpu_per_token": mesh_token / plain_token,
-        "plain_tokens_trained": plain["tokens_trained"],
-        "mesh_tokens_trained": mesh["tokens_trained"],
-        "mesh_wall_s": mesh["wall_s"],
     }
     for kind, used in sorted(mesh["by_kind"].items(), key=lambda item: -item[1]):
         answer[f"share_{kind}"] = used / mesh["cpu_s"]
@@ -71,9 +64,12 @@ def compare(mesh: dict[str, Any], plain: dict[str, Any], steps: int) -> dict[str
 async def run_mesh(
     chosen: argparse.Namespace, scratch: Path, cache: Path, state: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Runs the job without evaluation, from weights that lie in its cache."""
     out = scratch / "run"
-    fill_cache(chosen, scratch, cache, state)
+    config, base = jobfile.load(chosen.job, [f"seed={chosen.seed}", *chosen.set])
+    _, document = bundle.pack(config, base, scratch / "probe")
+    data = JobData.of(config.name, document, "")
+    path = warm_start.cache_path(str(cache), cache_key(data), sources(data))
+    warm_start.save(path, state)
     changes = {
         "out": str(out),
         "seed": chosen.seed,
@@ -102,27 +98,15 @@ async def measure(state: State, out: Path, meter: Meter) -> dict[str, Any]:
         await asyncio.sleep(LOOK_S)
     last = meter.reading(roles=True)
     found = await all_events(state, out)
-    opened = next(e.ms for e in found if e.kind == "opened")
-    steps = [e for e in found if e.kind == "step"]
     before = first or {}
     by_kind = {kind: used - before.get(kind, 0.0) for kind, used in last.items()}
     return {
         "cpu_s": sum(by_kind.values()),
         "by_kind": by_kind,
-        "tokens_trained": sum(e.fields["metrics"]["tokens_trained"] for e in steps),
-        "wall_s": (steps[-1].ms - opened) / 1000,
+        "tokens_trained": sum(
+            e.fields["metrics"]["tokens_trained"] for e in found if e.kind == "step"
+        ),
     }
-
-
-def fill_cache(
-    chosen: argparse.Namespace, scratch: Path, cache: Path, weights: dict[str, torch.Tensor]
-) -> None:
-    """Puts the plain loop's weights where the run will look for its warm start."""
-    config, base = jobfile.load(chosen.job, [f"seed={chosen.seed}", *chosen.set])
-    _, document = bundle.pack(config, base, scratch / "probe")
-    data = JobData.of(config.name, document, "")
-    path = warm_start.cache_path(str(cache), cache_key(data), sources(data))
-    warm_start.save(path, weights)
 
 
 if __name__ == "__main__":

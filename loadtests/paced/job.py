@@ -43,9 +43,7 @@ JOB = Path(__file__).with_name("paced.toml.template")
 
 
 def write(folder: Path, job: PacedWorkload, seed: int, most: int) -> Path:
-    """The job file of a workload of one turn, with all that it names; completions have at most
-    `most` tokens.
-    """
+    """Write the job file of a workload of one turn, with all that it names."""
     folder.mkdir(parents=True)
     (folder / "graded.py").write_text(MODULE)
     character_tokenizer(CHARACTERS, str(folder / "tokenizer.json"))

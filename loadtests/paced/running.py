@@ -52,7 +52,6 @@ class Arm:
         return [(m["finished_ms"] - m["started_ms"]) / 1e3 for m in every]
 
     def row(self) -> dict[str, Any]:
-        """For people."""
         return {
             "arm": self.name,
             "rl_s": round(self.rl_s, 1),
@@ -69,9 +68,7 @@ class Arm:
 async def run(
     name: str, job: PacedWorkload, seed: int, most: int, kill_every_s: float = 0.0
 ) -> Arm:
-    """The job on a mesh of its workers; completions have at most `most` tokens. With
-    `kill_every_s` an engine process is killed so often.
-    """
+    """Run the job on a mesh of its workers, and kill an engine process every so often if asked."""
     arm = Arm(name)
     with tempfile.TemporaryDirectory(prefix=f"p-{name}-") as made:
         folder = Path(made)
@@ -92,7 +89,6 @@ async def run(
 
 
 def take(arm: Arm, events: Sequence[Event]) -> None:
-    """What the events of a run say of it."""
     commits = [event for event in events if event.kind == "step"]
     arm.steps = [event.fields["metrics"] for event in commits]
     arm.rl_s = rl_s(events)
@@ -137,9 +133,7 @@ def ratios(arm: Arm) -> Iterator[float]:
 
 
 def ratio_span(arm: Arm) -> float:
-    """By how much the ratio has grown, at least: its median over the last third of the steps over
-    that of the first third.
-    """
+    """Return the median ratio of the last third of the steps over that of the first third."""
     found = list(ratios(arm))
     third = max(1, len(found) // 3)
     return statistics.median(found[-third:]) / statistics.median(found[:third])

@@ -29,7 +29,6 @@ WARM_UP_TOKENS = 8
 
 
 def load(model: Path, dtype: str) -> Any:
-    """The model, ready to sample from its plain softmax and never to stop at a token."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -17,8 +17,6 @@ ARCHITECTURES = {"qwen2": "Qwen2", "llama": "Llama"}  # in names of transformers
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's shape; the head's width is `hidden / heads`."""
-
     architecture: str = "qwen2"
     hidden: int = 256
     layers: int = 4

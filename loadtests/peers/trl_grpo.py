@@ -5,8 +5,8 @@
 Runs in an environment of its own (`install_trl.sh`) and imports nothing of ours. A completion's
 reward is the share of its tokens that are digits. `--lengths` is a JSON list: completion i of the
 run has entry i of it, cyclically. Its end token cannot be sampled before that and is what comes
-there; the longest of a batch ends without one. `cpu_s` and `wall_s` are from the end of a step to
-the end of the next, all of the process; the first step is counted from its beginning.
+there; the longest of a batch ends without one. `cpu_s` is from the end of a step to the end of the
+next, all of the process; the first step is counted from its beginning.
 """
 
 from __future__ import annotations
@@ -68,24 +68,15 @@ def force_lengths(model: Any, end: int, lengths: list[int]) -> None:
 
 
 class Meter(TrainerCallback):
-    """CPU and wall seconds of each step."""
-
     def __init__(self) -> None:
-        self.readings: list[tuple[float, float]] = []
-
-    def _read(self) -> None:
-        self.readings.append((time.process_time(), time.perf_counter()))
+        self.cpu_s: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if not self.readings:
-            self._read()
+        if not self.cpu_s:
+            self.cpu_s.append(time.process_time())
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._read()
-
-    def steps(self, kind: int) -> list[float]:
-        found = [reading[kind] for reading in self.readings]
-        return [round(b - a, 4) for a, b in itertools.pairwise(found)]
+        self.cpu_s.append(time.process_time())
 
 
 def digits_reward(tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -157,12 +148,9 @@ def main() -> None:
         trainer.train()
     logs = [row for row in trainer.state.log_history if "reward" in row]
     told = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "cpu_s": meter.steps(0),
-        "wall_s": meter.steps(1),
+        "cpu_s": [round(b - a, 4) for a, b in itertools.pairwise(meter.cpu_s)],
         "reward": [row["reward"] for row in logs],
         "length_mean": [row["completions/mean_length"] for row in logs],
-        "length_max": [row["completions/max_length"] for row in logs],
     }
     print(json.dumps(told))
 

@@ -50,13 +50,6 @@ def preloads() -> str:
     return f"{tcmalloc}:{openmp}"
 
 
-def enter_environment() -> None:
-    """Starts this process again under ENVIRONMENT and the preloads, unless it runs under them."""
-    wanted = {**ENVIRONMENT, "LD_PRELOAD": preloads()}
-    if any(os.environ.get(key) != value for key, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
-
-
 def claim_stdout() -> TextIO:
     """The real stdout, for answers; from now on file descriptor 1 is stderr."""
     answers = os.fdopen(os.dup(1), "w")
@@ -143,7 +136,9 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=4352, help="prompt and new tokens")
     parser.add_argument("--prefixes", action="store_true", help="keep computed prompts")
     args = parser.parse_args()
-    enter_environment()
+    wanted = {**ENVIRONMENT, "LD_PRELOAD": preloads()}
+    if any(os.environ.get(key) != value for key, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
     answers = claim_stdout()
 
     began = time.perf_counter()

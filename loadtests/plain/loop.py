@@ -67,8 +67,6 @@ class Job:
 
 @dataclass
 class Slot:
-    """A trajectory that is being generated."""
-
     group: int
     row: dict[str, Any]
     environment: Any
@@ -105,7 +103,6 @@ class Generator:
         self.known = np.zeros(self.count, np.int64)  # tokens that are there already
 
     def run(self, wanted: list[tuple[int, dict[str, Any]]]) -> Iterator[Finished]:
-        """A trajectory for each (group, row), in the order in which they end."""
         wanted = wanted[::-1]
         while True:
             for index, slot in enumerate(self.slots):
@@ -176,23 +173,19 @@ class Generator:
         slot.said = known + len(reply)
         calls = sum(turn["role"] == "tool" for turn in slot.turns)
         if "done" in action or calls > self.job.config.rollout.max_turns or slot.said >= self.limit:
-            return self._finish(index, slot, known)
+            slot.environment.close()
+            self.slots[index], self.position[index] = None, 0
+            tokens = self.tokens[index, :known].astype(np.int32)
+            sampled = self.sampled[index, :known].copy()
+            logprobs = self.logprobs[index, :known].copy()
+            sequence = Sequence(tokens, logprobs, sampled, np.zeros(known, np.int32))
+            return Finished(slot.group, sequence, float(self.job.reward(slot.row, slot.turns)))
         self.tokens[index, known : slot.said] = reply
         self.known[index] = slot.said
         return None
 
-    def _finish(self, index: int, slot: Slot, known: int) -> Finished:
-        slot.environment.close()
-        self.slots[index], self.position[index] = None, 0
-        tokens = self.tokens[index, :known].astype(np.int32)
-        sampled = self.sampled[index, :known].copy()
-        logprobs = self.logprobs[index, :known].copy()
-        sequence = Sequence(tokens, logprobs, sampled, np.zeros(known, np.int32))
-        return Finished(slot.group, sequence, float(self.job.reward(slot.row, slot.turns)))
-
 
 def accuracy(job: Job, model: Decoder, greedy: bool, seed: int = 0) -> float:
-    """Share of the held-out problems that the model solves."""
     generator = Generator(job, model, seed, greedy)
     return float(np.mean([done.reward for done in generator.run(list(enumerate(job.held_out)))]))
 
@@ -220,7 +213,7 @@ def run_plain(job: Job, seed: int, steps: int, state: dict[str, Tensor]) -> dict
     learner, config = job.learner(model), job.config.algorithm
     order = random.Random(seed).sample(range(len(job.train)), len(job.train))
     generator = Generator(job, model, seed)
-    rewards, rolled_out, trained, begun = [], 0, 0, time.process_time()
+    rewards, trained, begun = [], 0, time.process_time()
     for step in range(steps):
         first = step * config.groups_per_step
         picked = [order[(first + i) % len(order)] for i in range(config.groups_per_step)]
@@ -231,23 +224,19 @@ def run_plain(job: Job, seed: int, steps: int, state: dict[str, Tensor]) -> dict
         for done in generator.run(wanted):
             groups[done.group].append(done)
         members = [done for group in groups for done in group]
-        rolled_out += sum(len(done.sequence.tokens) for done in members)
         rewards.append(float(np.mean([done.reward for done in members])))
         trained += train_step(job, learner, groups, lr_factor(step, steps, job.config.optimizer))
     cpu_s = time.process_time() - begun
     state.update(learner.weights())
     return {
-        "steps": steps,
         "cpu_s": cpu_s,
         "cpu_s_per_step": cpu_s / steps,
-        "tokens_rolled_out": rolled_out,
         "tokens_trained": trained,
         "rewards": rewards,
     }
 
 
 def warmed_up(job: Job, seed: int) -> dict[str, Tensor]:
-    """The weights that training starts from."""
     learner, config = job.learner(job.model(seed)), job.config
     held_out = {row[config.dataset.prompt] for row in job.held_out}
     for _ in pieces(

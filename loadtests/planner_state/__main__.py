@@ -1,17 +1,16 @@
 """Measures what the planner costs Redis: one look and one write of a large pool, and the commands
 of a mesh that does nothing.
 
-    python -m loadtests.planner_state --out planner_state.json
+    python -m loadtests.planner_state
 
 `snapshot_ms` and `write_ms` are CPU-milliseconds of the server for one script, during which it
 answers nobody: of a look at `--gangs` gangs with an engine each, `--jobs` jobs and whole
 registry rows; of a full chunk of decisions (`write_ms`), and of one decision with its memory
-(`write_one_ms`). `*_client_ms` is what the planner waits, its reading of the answer included. Looks
-and writes alternate; medians, and the greatest.
+(`write_one_ms`). Looks and writes alternate; medians.
 
 An idle mesh has so many workers with real leases and the workers' own polls, an agent for each
-eight, and two planners. `commands_per_s_WORKERS` is what clients send, `calls_per_s_WORKERS` what
-the server counts; `commands_growth` is the ratio of the former from the least to the most workers.
+eight, and two planners. `commands_per_s_WORKERS` is what clients send; `commands_growth` its ratio
+from the least to the most workers.
 """
 
 from __future__ import annotations
@@ -19,11 +18,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
-import resource
 import statistics
-import sys
 import tempfile
 import time
 import uuid
@@ -35,8 +31,9 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from loadtests.measuring.entry import options
+from loadtests.measuring.entry import options, report
 from loadtests.measuring.meshed import redis as served
+from loadtests.measuring.rounds import turns
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
 from meshrl.common.job.config import JobConfig
@@ -83,18 +80,11 @@ class Counted:
     client: Any
     commands: int = 0
     longest: int = 0
-    polled: dict[str, int] = field(default_factory=dict)
-
-    def _count(self, words: tuple[Any, ...]) -> None:
-        self.commands += 1
-        self.polled[str(words[0])] = self.polled.get(str(words[0]), 0) + 1
 
 
 class Asking(Counted):
-    """For the loop."""
-
     async def execute_command(self, *words: Any) -> Any:
-        self._count(words)
+        self.commands += 1
         reply = await self.client.execute_command(*words)
         if isinstance(reply, str):
             self.longest = max(self.longest, len(reply))
@@ -105,10 +95,8 @@ class Asking(Counted):
 
 
 class Renewing(Counted):
-    """For threads."""
-
     def execute_command(self, *words: Any) -> Any:
-        self._count(words)
+        self.commands += 1
         return self.client.execute_command(*words)
 
     def close(self) -> None:
@@ -137,23 +125,15 @@ async def on_redis() -> AsyncIterator[tuple[State, Asking, Renewing]]:
 
 @dataclass
 class Timer:
-    """What scripts take of the server, and of their caller. The server's is CPU time: on a machine
-    that others load it would wait for a core.
-    """
+    """CPU time of the server by script: a loaded machine would make wall time longer."""
 
     state: State
     server_ms: dict[str, list[float]] = field(default_factory=dict)
-    client_ms: dict[str, list[float]] = field(default_factory=dict)
 
     async def time(self, what: str, work: Coroutine[Any, Any, Any]) -> Any:
-        """The answer of work that is one script."""
         before = await self._spent_ms()
-        began = time.perf_counter()
         answer = await work
-        took_ms = 1000 * (time.perf_counter() - began)
-        spent = await self._spent_ms() - before
-        self.server_ms.setdefault(what, []).append(spent)
-        self.client_ms.setdefault(what, []).append(took_ms)
+        self.server_ms.setdefault(what, []).append(await self._spent_ms() - before)
         return answer
 
     async def _spent_ms(self) -> float:
@@ -204,7 +184,6 @@ async def filled(state: State, timer: Timer, gangs: int, count: int) -> int:
 
 
 async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
-    """Looks at a pool and writes of one decision, alternating."""
     async with on_redis() as (state, asking, _):
         timer = Timer(state)
         token = await filled(state, timer, gangs, count)
@@ -222,28 +201,15 @@ async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
             work = pool.write(state, token, f"op{n}", one, memory, found.written)
             assert await timer.time("write_one", work) == []
         used = (await state.command("INFO", "memory"))["used_memory"]
-        result: dict[str, Any] = {
-            "gangs": gangs,
-            "jobs": count,
-            "chunk": pool.CHUNK,
-            "answer_bytes": asking.longest,
-            "redis_bytes": used,
-            "registry_row_bytes": len(json.dumps(STATS)),
-        }
-        for what, spent in timer.server_ms.items():
-            result[f"{what}_ms"] = round(statistics.median(spent), 2)
-            result[f"{what}_ms_least"] = round(min(spent), 2)
-            result[f"{what}_ms_most"] = round(max(spent), 2)
-            result[f"{what}_client_ms"] = round(statistics.median(timer.client_ms[what]), 2)
-        return result
+        spent = {f"{what}_ms": statistics.median(ms) for what, ms in timer.server_ms.items()}
+        figures = {what: round(ms, 2) for what, ms in spent.items()}
+        return {"answer_bytes": asking.longest, "redis_bytes": used, **figures}
 
 
 # -- a mesh that does nothing --------------------------------------------------------------------
 
 
 class Idle:
-    """The members of a mesh, all in this process."""
-
     def __init__(self, state: State) -> None:
         self.state, self.clock, self.random = state, SystemClock(), Random.system()
         self.network = MemoryNetwork(self.clock, self.random.child("network"))
@@ -251,7 +217,6 @@ class Idle:
         self.tasks: list[asyncio.Task[None]] = []
 
     async def member(self, name: str, make: Callable[[Mesh], Actor | None]) -> Mesh:
-        """A process's mesh, with its lease, and the actor that it offers."""
         mesh = Mesh(
             name,
             name.partition("/")[0],
@@ -304,8 +269,8 @@ class Idle:
             await mesh.leave()
 
 
-async def idle_mesh(workers: int, seconds: float) -> dict[str, Any]:
-    """Commands of a mesh without jobs."""
+async def idle_mesh(workers: int, seconds: float) -> float:
+    """Return the commands a second of a mesh without jobs."""
     async with on_redis() as (state, asking, renewing):
         mesh = Idle(state)
         await pool.write_settings(state, PoolSettings())
@@ -318,22 +283,12 @@ async def idle_mesh(workers: int, seconds: float) -> dict[str, Any]:
                 await mesh.planner(n)
             await asyncio.sleep(SETTLE_S)
             before, at = asking.commands + renewing.commands, time.monotonic()
-            calls = (await state.command("INFO", "stats"))["total_commands_processed"]
-            cpu = resource.getrusage(resource.RUSAGE_SELF)
             await asyncio.sleep(seconds)
             took = time.monotonic() - at
-            called = (await state.command("INFO", "stats"))["total_commands_processed"] - calls
             sent = asking.commands + renewing.commands - before
-            after = resource.getrusage(resource.RUSAGE_SELF)
             ended = [task for task in mesh.tasks if task.done()]
             assert not ended, ended[0].exception()
-            spent = after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
-            return {
-                "workers": workers,
-                "commands_per_s": round(sent / took, 1),
-                "calls_per_s": round(called / took, 1),
-                "clients_cpu_share": round(spent / took, 3),
-            }
+            return round(sent / took, 1)
         finally:
             await mesh.leave()
 
@@ -341,22 +296,12 @@ async def idle_mesh(workers: int, seconds: float) -> dict[str, Any]:
 async def measured(a: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"load": os.getloadavg()[0]}
     result |= await large_pool(a.gangs, a.jobs, a.repeats)
-    sizes = sorted(a.workers)
-    rounds = []
-    for number in range(a.rounds):
-        for workers in sizes if number % 2 == 0 else reversed(sizes):
-            rounds.append(await idle_mesh(workers, a.seconds))
-    for figure, name in (("commands_per_s", "commands_growth"), ("calls_per_s", "calls_growth")):
-        by = {
-            n: statistics.median(row[figure] for row in rounds if row["workers"] == n)
-            for n in sizes
-        }
-        result[name] = round(by[sizes[-1]] / by[sizes[0]], 2)
-        result |= {f"{figure}_{n}": value for n, value in by.items()}
-    for n in sizes:
-        shares = [row["clients_cpu_share"] for row in rounds if row["workers"] == n]
-        result[f"clients_cpu_share_{n}"] = statistics.median(shares)
-    return result
+    found: dict[int, list[float]] = {workers: [] for workers in sorted(a.workers)}
+    for workers in turns([*found], a.rounds):
+        found[workers].append(await idle_mesh(workers, a.seconds))
+    rates = {workers: statistics.median(rates) for workers, rates in found.items()}
+    result |= {f"commands_per_s_{workers}": rate for workers, rate in rates.items()}
+    return result | {"commands_growth": round(rates[max(rates)] / rates[min(rates)], 2)}
 
 
 def main() -> None:
@@ -368,14 +313,9 @@ def main() -> None:
         workers=[64, 256],
         seconds=20.0,
         rounds=2,
-        out=Path,
     )
     a = parser.parse_args()
-    result = asyncio.run(measured(a))
-    text = json.dumps(result)
-    if a.out is not None:
-        a.out.write_text(text + "\n")
-    print(text, file=sys.stdout)
+    report(asyncio.run(measured(a)))
 
 
 if __name__ == "__main__":

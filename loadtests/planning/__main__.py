@@ -12,7 +12,6 @@ and jobs. Each is a median of `--repeats`, in CPU-milliseconds.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ NOW_MS = 1_000_000
 
 
 def pool_of(workers: int, jobs: int) -> Snapshot:
-    """A pool that has just been filled, and its jobs."""
     hosts = max(1, workers // OF_A_HOST)
     return Snapshot(
         now_ms=NOW_MS,
@@ -57,7 +55,6 @@ def pool_of(workers: int, jobs: int) -> Snapshot:
 
 
 def applied(snapshot: Snapshot, decisions: Sequence[Decision]) -> Snapshot:
-    """The pool in which all of that is done."""
     gangs = {gang.id: gang for gang in snapshot.gangs}
     formed = snapshot.gangs_formed
     for decision in decisions:
@@ -104,7 +101,6 @@ def at_rest(snapshot: Snapshot) -> tuple[Snapshot, PlannerMemory]:
 
 
 def cpu_ms(snapshot: Snapshot, memory: PlannerMemory, repeats: int) -> float:
-    """The median of the CPU time of one look."""
     took = []
     for _ in range(repeats):
         gc.collect()
@@ -129,7 +125,6 @@ def measured(workers: int, jobs: int, repeats: int) -> dict[str, float]:
         "decide_ms": cpu_ms(rest, memory, repeats),
         "first_ms": cpu_ms(new, PlannerMemory(), repeats),
         "lost_ms": cpu_ms(away, replace(memory, missing=missing), repeats),
-        "memory_bytes": len(json.dumps(memory.document())),
     }
     return {f"{name}_{workers}_{jobs}": figure for name, figure in figures.items()}
 
@@ -141,7 +136,7 @@ def main() -> None:
     for workers in a.workers:
         for jobs in a.jobs:
             found |= measured(workers, jobs, a.repeats)
-    report(found | {"repeats": a.repeats})
+    report(found)
 
 
 if __name__ == "__main__":

@@ -85,13 +85,11 @@ class Peak:
 
 
 def resident(what: str) -> int:
-    """Bytes of this process, as the kernel counts them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
 
 def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobData:
-    """A job with a new model, or with that of a directory of its bundle."""
     character_tokenizer("abc", bundle / "tokenizer.json")
     document = {
         "name": "ranks",
@@ -104,7 +102,6 @@ def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobDat
 
 @torch.no_grad()
 def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, int]:
-    """What one rank takes to begin."""
     peak = Peak()
     rank = make_rank(data, Seat("g0", "g0.0", data.id, 1, core=True, rank=number, ranks=ranks))
     rank.form(Meeting(1, str(meeting), MEET_S))

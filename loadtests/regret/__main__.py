@@ -18,14 +18,54 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from loadtests.measuring.entry import options, report
-from loadtests.regret import demo, figures, real, virtual
+from loadtests.measuring.commands import meshrl
+from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.metered import HostMeter
+from loadtests.regret import figures, real, virtual
+from meshrl.common.base.files import lines
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import PLANNED
+from meshrl.sim.mesh.paced import rl_s
+from meshrl.view.recording.recorded import EVENTS, event_of
 
 DEMO = 1.02  # most of demo_time_ratio
 FAR_DEFAULTS, MOVES = 10, 15  # of thirty jobs: with fewer there was nothing to decide
+JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
+RUN_S = 600.0
+ARMS = {"planner": "true", "held": "false"}  # name -> planner.moves
+
+
+async def compared(seeds: Sequence[int]) -> dict[str, Any]:
+    """Flat; the ratio is the median over seeds. Which of the two comes first turns."""
+    found: dict[str, list[float]] = {name: [] for name in ARMS}
+    meter = HostMeter()
+    for number, seed in enumerate(seeds):
+        for name in list(ARMS) if number % 2 else list(reversed(ARMS)):
+            events = await _ran(seed, ARMS[name])
+            found[name].append(round(rl_s(events), 2))
+            moved = sum(e.kind == "move" and e.fields.get("rule") in PLANNED for e in events)
+            told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
+            tell(told | meter.reading())
+    ratios = [ours / held for ours, held in zip(*found.values(), strict=True)]
+    return {
+        "demo_time_ratio": round(statistics.median(ratios), 4),
+        **{f"demo_{key}": value for key, value in meter.reading().items()},
+    }
+
+
+async def _ran(seed: int, moves: str) -> list[Event]:
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder:
+        out = Path(folder) / "run"
+        words = ("run", str(JOB), "--seed", str(seed), "--set", f"out={out}")
+        await meshrl(*words, "--set", f"planner.moves={moves}", within_s=RUN_S)
+        return [event_of(row) for row in lines.read(out / EVENTS).rows]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,7 +89,7 @@ def main() -> int:
     reached = True
     arms = a.arms.split(",")
     if "demo" in arms:
-        answer |= asyncio.run(demo.compared([int(seed) for seed in a.demo_seeds.split(",")]))
+        answer |= asyncio.run(compared([int(seed) for seed in a.demo_seeds.split(",")]))
         reached &= answer["demo_time_ratio"] <= DEMO
     if "virtual" in arms:
         answer |= virtual.compared(range(int(first), int(last)), a.processes, a.verbose, a.steps)

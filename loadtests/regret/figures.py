@@ -16,9 +16,7 @@ PAID, REGRET, ERROR = 0.9, 0.10, 0.15  # bounds: least share, most p90, most p50
 
 @dataclass(frozen=True)
 class Compared:
-    """One job: seconds of its RL phase with every static split, by the gangs that help, and with
-    the planner, and what that moved and judged.
-    """
+    """One job: seconds with every static split and with the planner, its moves and judgements."""
 
     job: str
     static_s: Mapping[int, float]
@@ -33,9 +31,7 @@ class Compared:
 
     @property
     def regret(self) -> float:
-        """Time that the planner loses against the best split, as a share of that one's; it may
-        win, where no split is best all the time.
-        """
+        """Time lost against the best split, as a share; negative where no split is always best."""
         return self.planner_s / self.static_s[self.best] - 1.0
 
     @property
@@ -44,7 +40,6 @@ class Compared:
         return self.static_s[0] / self.static_s[self.best] - 1.0
 
     def row(self) -> dict[str, Any]:
-        """For people."""
         return {
             "job": self.job,
             "static_s": {str(k): round(v, 1) for k, v in self.static_s.items()},
@@ -58,13 +53,11 @@ class Compared:
 
 
 def judgement(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `move_judged` says, but for who moved."""
     found = {key: told[key] for key in TOLD if key in told}
     return {k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}
 
 
 def errors(judged: Sequence[Mapping[str, Any]]) -> list[float]:
-    """How far off the predictions of judged moves were, as shares of what was observed."""
     pairs = ((told.get("predicted_s"), told.get("observed_s")) for told in judged)
     return [abs(p / o - 1.0) for p, o in pairs if p and o]
 
@@ -72,21 +65,16 @@ def errors(judged: Sequence[Mapping[str, Any]]) -> list[float]:
 def figures(compared: Sequence[Compared], prefix: str = "") -> dict[str, Any]:
     """Those of several jobs, flat; None where nothing was judged."""
     judged = [told for one in compared for told in one.judged]
+    paid = [bool(told.get("paid")) for told in judged]
     regrets = [one.regret for one in compared]
     off = errors(judged)
     found: dict[str, Any] = {
-        "jobs": len(compared),
         "far_defaults": sum(one.default_loses >= FAR for one in compared),
-        "default_loses_p50": quantile([one.default_loses for one in compared], 0.5),
         "moves": sum(one.moves for one in compared),
-        "judged": len(judged),
-        "moves_that_paid": round(_share([bool(told.get("paid")) for told in judged]), 4)
-        if judged
-        else None,
+        "moves_that_paid": round(sum(paid) / len(paid), 4) if paid else None,
         "undone": sum(bool(told.get("undone")) for told in judged),
         "regret_p50": quantile(regrets, 0.5),
         "regret_p90": quantile(regrets, 0.9),
-        "regret_most": quantile(regrets, 1.0),
         "prediction_error_p50": quantile(off, 0.5) if off else None,
     }
     return {prefix + key: value for key, value in found.items()}
@@ -95,10 +83,6 @@ def figures(compared: Sequence[Compared], prefix: str = "") -> dict[str, Any]:
 def quantile(values: Sequence[float], share: float) -> float:
     """By linear interpolation."""
     return round(float(np.quantile(values, share)), 4)
-
-
-def _share(told: Sequence[bool]) -> float:
-    return sum(told) / len(told)
 
 
 def good(found: Mapping[str, Any], prefix: str = "") -> bool:

@@ -30,13 +30,7 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0
             if len(found[seed]) == len(drawn(seed).splits) + 1:
                 rows.append(_compared(seed, found[seed]))
                 _tell(seed, rows[-1], found[seed], verbose)
-    cpu_s = [one.cpu_s for runs in found.values() for one in runs.values()]
-    return {
-        **figures.figures(rows),
-        "runs": len(cpu_s),
-        "cpu_s": round(sum(cpu_s), 1),
-        "cpu_s_most": round(max(cpu_s), 1),
-    }
+    return figures.figures(rows)
 
 
 def _played(task: tuple[int, int, int]) -> tuple[int, int, PacedRun]:

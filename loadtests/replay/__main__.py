@@ -57,12 +57,8 @@ def main() -> int:
     result = {
         "phases_killed": sum(len(run["deaths"]) for run in runs),
         "bit_identical": int(all(run["manifests"] == undisturbed["manifests"] for run in runs)),
-        "lineages": sorted({lineage for run in runs for lineage in run["lineages"]}),
         "lost": sum(run["lost"] for run in runs),
         "trained_twice": sum(run["trained_twice"] for run in runs),
-        "deaths": [name for run in runs for name in run["deaths"]],
-        "changed_from": changed["changed_from"],
-        "changed_deaths": changed["deaths"],
         "changed_bit_identical": int(changed["lineages"] == [0]),
     }
     report(result)

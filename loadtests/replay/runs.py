@@ -93,13 +93,11 @@ def started(
 
 
 def ended(program: subprocess.Popen[bytes], directory: Path, status: int = 0) -> None:
-    """Waits for the program's end; RuntimeError with what it said unless it has this status."""
     if program.wait(RUN_S) != status:
         raise RuntimeError((directory / "said").read_text()[-3000:])
 
 
 def committed_in(directory: Path) -> list[dict[str, Any]]:
-    """The steps that a run has on record."""
     path = directory / "run/events.jsonl"
     text = path.read_text() if path.is_file() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
@@ -107,7 +105,6 @@ def committed_in(directory: Path) -> list[dict[str, Any]]:
 
 
 def found_in(directory: Path) -> dict[str, Any]:
-    """What is known of a run that has ended."""
     marks, committed = directory / "deaths", committed_in(directory)
     found = audit(directory / "run")
     return {

@@ -166,7 +166,6 @@ class NoLedger:
 async def makespan(
     mesh: Mesh, plan: Sequence[Script], scheduler: Scheduler
 ) -> tuple[float, Router]:
-    """Seconds from the first request to the end of the last trajectory."""
     commits = GroupCommit(mesh, NoLedger())
     router = Router(mesh, commits, Sampling([], []), SEATS, scheduler)
 

@@ -16,7 +16,6 @@ whose order rotates, with the interval that holds half of them.
 
 from __future__ import annotations
 
-import os
 from contextlib import AsyncExitStack
 from functools import partial
 from statistics import median
@@ -27,14 +26,12 @@ import numpy as np
 import uvloop
 
 from loadtests.measuring.entry import options, report
-from loadtests.measuring.host import HostMeter
+from loadtests.measuring.meshed import own_keys
+from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.rounds import ratio, ratios, spread
-from loadtests.measuring.unrenewed import own_keys
 from loadtests.rpc import payloads
-from loadtests.rpc.calling import Measured, Way, measured
 from loadtests.rpc.echo import PING, Block, Echo, reached
-from loadtests.rpc.payloads import DealerClient, GrpcClient, peer
-from meshrl.common.base.encoding.messages import encode
+from loadtests.rpc.payloads import DealerClient, GrpcClient, Measured, Way, measured, peer
 
 IN_FLIGHT = 64
 BLOCK_BYTES = 1 << 20  # of a large message, of which few are in flight
@@ -58,28 +55,21 @@ async def compare(rounds: int, seconds: float) -> dict[str, Any]:
             "": Way(partial(ref.call, Echo.inline, PING), echo, IN_FLIGHT),
             "open_": Way(partial(open_ref.call, Echo.inline, PING), plain, IN_FLIGHT),
             "peer_": Way(ask_stock, stock, IN_FLIGHT),
-            "task_": Way(partial(ref.call, Echo.suspending, PING), echo, IN_FLIGHT),
             "block_": Way(partial(ref.call, Echo.block, block), echo, BLOCKS_IN_FLIGHT),
             "open_block_": Way(partial(open_ref.call, Echo.block, block), plain, BLOCKS_IN_FLIGHT),
         }
         found = await measured(ways, rounds, seconds)
     small = {name: rows for name, rows in found.items() if "block" not in name}
     blocks = {name: rows for name, rows in found.items() if "block" in name}
-    cost = {name: median(_costs(rows)) for name, rows in found.items()}
     over_stock = ratios(_rates(found[""]), _rates(found["peer_"]))
     return {
         **_told(small),
-        "ratio_cpu": round(cost["peer_"] / cost[""], 2),
         "ratio_zmq_asyncio": round(median(over_stock), 2),
-        "ratio_lowest_round": round(min(over_stock), 2),
         "ratio_open": ratio(_costs(found["open_"]), _costs(found[""]), 2),
         **{
             f"{name}mb_per_s": round(median(_rates(rows)) * BLOCK_BYTES / 1e6)
             for name, rows in blocks.items()
         },
-        **{f"{name}mb_per_cpu_s": round(BLOCK_BYTES / cost[name]) for name in blocks},
-        "body_bytes": len(encode(PING)[0]),
-        **_about(rounds),
     }
 
 
@@ -125,9 +115,7 @@ async def compare_curve(rounds: int, seconds: float) -> dict[str, Any]:
     return {
         **spread("ratio_plain", ratios(costs["plain_"], costs[""]), 3),
         **spread("ratio_plain_block", ratios(costs["plain_block_"], costs["block_"]), 3),
-        "ratio_plain_rate": ratio(_rates(found[""]), _rates(found["plain_"]), 2),
         **_told(found),
-        **_about(rounds),
         **host.reading(),
     }
 
@@ -152,10 +140,6 @@ def _told(found: Found) -> dict[str, float]:
             f"{name}cpu_us_per_call": round(median(_costs(rows)), 1) for name, rows in found.items()
         },
     }
-
-
-def _about(rounds: int) -> dict[str, int]:
-    return {"in_flight": IN_FLIGHT, "rounds": rounds, "cores": os.cpu_count() or 0}
 
 
 def main() -> None:

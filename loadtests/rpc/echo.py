@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 
 import uvloop
 
+from loadtests.measuring.meshed import FOREVER_S, knows, own_keys, unrenewed
 from loadtests.measuring.processes import served
-from loadtests.measuring.unrenewed import FOREVER_S, knows, own_keys, unrenewed
 from meshrl.common.api.calls.interface import Call, Interface
 from meshrl.common.base.encoding.messages import Array, message
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
@@ -46,7 +46,6 @@ class Size:
 class Echo(Interface):
     inline = Call(Ping, Ping)
     block = Call(Block, Size)
-    suspending = Call(Ping, Ping)
 
 
 class EchoActor(Actor):
@@ -60,17 +59,11 @@ class EchoActor(Actor):
     def block(self, m: Block) -> Size:
         return Size(m.block.nbytes)
 
-    @call(Echo.suspending)
-    async def suspending(self, m: Ping) -> Ping:
-        await asyncio.sleep(0)
-        return m
-
 
 PING = Ping("load-test", 123_456, b"x" * (BODY_BYTES - 18))
 
 
 async def serve(client: str = "") -> None:
-    """Answer until the process is killed."""
     mesh = unrenewed("echo", own_keys([client]) if client else None)
     await mesh.join(EchoActor())
     print(mesh.transport.address, mesh.incarnation, flush=True)

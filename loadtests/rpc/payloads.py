@@ -8,10 +8,14 @@ are, and are asked by `GrpcClient` and `DealerClient`.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,15 +24,55 @@ import uvloop
 import zmq
 import zmq.asyncio
 
-from loadtests.measuring.processes import served
-from loadtests.measuring.rounds import ratio, ratios, spread
-from loadtests.rpc.calling import Measured
+from loadtests.measuring.processes import cpu_s, served
+from loadtests.measuring.rounds import ratio, ratios, spread, turns
 
 SIZES = {"1mib": 1 << 20, "64mib": 64 << 20}
 IN_FLIGHT = {"1mib": 4, "64mib": 2}
 PEERS = ("grpc", "zmq")
 METHOD = "/load.Test/size"
 LIMITS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+WARM_S = 0.3  # of each way before rounds begin, at most
+K = TypeVar("K", bound=Hashable)
+
+
+class Measured(NamedTuple):
+    calls_per_s: float
+    cpu_us: float  # CPU-microseconds of a call, in both processes
+
+
+@dataclass(frozen=True)
+class Way:
+    """A call, the process that answers it, and how many are in flight."""
+
+    one: Callable[[], Awaitable[object]]
+    server: int
+    in_flight: int
+
+    async def measure(self, seconds: float) -> Measured:
+        """Call for so long."""
+        done, pids = 0, (os.getpid(), self.server)
+        cpu, start = cpu_s(*pids), time.perf_counter()
+
+        async def work() -> None:
+            nonlocal done
+            while time.perf_counter() < start + seconds:
+                await self.one()
+                done += 1
+
+        await asyncio.gather(*(work() for _ in range(self.in_flight)))
+        took = time.perf_counter() - start
+        return Measured(done / took, 1e6 * (cpu_s(*pids) - cpu) / done)
+
+
+async def measured(ways: Mapping[K, Way], rounds: int, seconds: float) -> dict[K, list[Measured]]:
+    """Return each way's rounds, in rotating order."""
+    found: dict[K, list[Measured]] = {name: [] for name in ways}
+    for way in ways.values():
+        await way.measure(min(WARM_S, seconds))
+    for name in turns([*ways], rounds):
+        found[name].append(await ways[name].measure(seconds))
+    return found
 
 
 def peer(which: str) -> AbstractContextManager[tuple[int, str]]:
@@ -50,7 +94,6 @@ def _repacked(body: memoryview) -> bytes:
 
 
 async def serve_grpc() -> None:
-    """Answer with sizes until the process is killed."""
     server = grpc.aio.server(options=LIMITS)
     handler = grpc.unary_unary_rpc_method_handler(_size, _as_it_is, _as_it_is)
     service = grpc.method_handlers_generic_handler("load.Test", {"size": handler})
@@ -85,7 +128,6 @@ class GrpcClient:
         await self._channel.close()
 
     async def size(self, content: bytes) -> None:
-        """Send bytes once; AssertionError when the answer is wrong."""
         assert int.from_bytes(await self._call(content), "little") == len(content)
 
 
@@ -113,7 +155,6 @@ class DealerClient:
             self._calls.pop(call_id).set_result(answer)
 
     async def ask(self, body: bytes, copy: bool = True) -> bytes:
-        """Return the answer to a call."""
         self._last_id += 1
         call_id = self._last_id.to_bytes(8, "little")
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
@@ -122,7 +163,6 @@ class DealerClient:
         return answer
 
     async def size(self, content: bytes) -> None:
-        """Send bytes once; AssertionError when the answer is wrong."""
         assert int.from_bytes(await self.ask(content, copy=False), "little") == len(content)
 
 

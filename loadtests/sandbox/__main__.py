@@ -18,7 +18,7 @@ import time
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.rounds import percentile, ratio
 from loadtests.sandbox.sandboxed import PROGRAM, SAID, One, Place, jailed, sandboxed, sustained
-from loadtests.sandbox_cpu import spinning
+from loadtests.sandbox_cpu.__main__ import add_sizes, measured
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
@@ -92,7 +92,6 @@ async def measure(place: Place, concurrency: int, seconds: float, rounds: int) -
 
 
 async def trusted(place: Place, calls: int) -> float:
-    """Median milliseconds of a call of the calculator, over the wire, one at a time."""
     took = []
     for number in range(calls):
         begun = time.perf_counter()
@@ -132,7 +131,7 @@ async def main(sizes: argparse.Namespace) -> dict[str, float]:
         for concurrency in sizes.concurrency:
             found |= await measure(place, concurrency, sizes.seconds, sizes.rounds)
             tell(found)
-        found |= await spinning.measured(place, sizes)
+        found |= await measured(place, sizes)
         calls = sum(int(found[f"fresh_calls_{c}"]) for c in sizes.concurrency)
         while calls < sizes.leak_calls:
             _, took = await sustained(lambda: jailed(place), 64, min(5.0, sizes.seconds))
@@ -160,5 +159,5 @@ if __name__ == "__main__":
         trusted=(TRUSTED, "calls of the calculator"),
         leak_calls=LEAK_CALLS,
     )
-    spinning.add_sizes(parser)
+    add_sizes(parser)
     report(asyncio.run(main(parser.parse_args())))

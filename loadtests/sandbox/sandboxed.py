@@ -54,8 +54,6 @@ class Leavings:
 
 @dataclass
 class Place:
-    """A running sandbox, and how to reach it."""
-
     mesh: Mesh
     sandbox: Ref
     process: psutil.Process
@@ -69,7 +67,6 @@ class Place:
     async def run(
         self, job: str, tool: str, value: object, session: str = "", deadline_s: float = 10.0
     ) -> tuple[str, object]:
-        """(status, value) of one call."""
         asked = RunTools([ToolCall(0, job, tool, value, deadline_s, session)])
         outcome = (await self.sandbox.call(Sandbox.run, asked, deadline_s=CALL_S)).outcomes[0]
         return outcome.status, outcome.value
@@ -85,7 +82,6 @@ class Place:
         return Leavings(len(children), descriptors, groups, mounts, files)
 
     def memory(self) -> int:
-        """Bytes resident of the sandbox and all its processes, shared pages counted once."""
         total = 0
         for process in [self.process, *self.process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):

@@ -29,12 +29,9 @@ from meshrl.common.api.sandbox import (
     Sandbox,
 )
 from meshrl.common.base.errors import MeshError
-from tests.unit.sandbox.escapes.corpus import FAMILIES
-from tests.unit.sandbox.escapes.program import Escape
-from tests.unit.sandbox.escapes.runner import says
 
 HOSTILE = 0.1
-FORGED, CORPUS = 0.3, 0.6  # of the hostile: below forgeries, above programs of the corpus
+FORGED = 0.5  # of the hostile; the others are programs
 CALLERS = 64
 SAMPLE_S = 5.0
 LEAST_SAMPLES = 16  # of memory, however short it takes
@@ -52,13 +49,6 @@ PROGRAMS = {  # hostile source -> how it may end
     "open('/tmp/x', 'wb').write(bytes(1 << 30))": ("refused", "out_of_memory", "crashed"),
     "import os\nif os.fork() == 0:\n    os.setsid()\n    while True: pass": ("ok",),
 }
-# Not what fills memory by the clock of a machine at rest, or looks for files of a test's.
-ESCAPES = [
-    entry
-    for family in ("network", "kernel", "identity", "output", "processes")
-    for entry in FAMILIES[family]
-    if isinstance(entry, Escape) and "timeout" not in entry.ends[:1]
-]
 FORGERIES = (
     "import os\nos._exit(0)",
     "class E:\n    def __eq__(self, o): return True\ndef f(x): return E()",
@@ -73,7 +63,6 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     lost: int = 0
     memory: list[tuple[float, int]] = field(default_factory=list)  # (seconds, bytes)
-    latencies: dict[str, list[float]] = field(default_factory=dict)
 
     def checked(self, kind: str, right: bool, what: object) -> None:
         self.calls[kind] += 1
@@ -109,14 +98,11 @@ class Soak:
     async def one(self) -> None:
         hostile = self.random.random() < HOSTILE
         work = self.hostile if hostile else self.random.choice(self._honest)
-        begun = time.perf_counter()
         try:
             await work()
         except MeshError as error:
             self.tally.lost += 1
             print(f"lost: {error}", file=sys.stderr)
-        took = self.tally.latencies.setdefault(work.__name__, [])
-        took.append(time.perf_counter() - begun)
 
     async def program(self) -> None:
         n = self.random.randrange(1000)
@@ -154,19 +140,8 @@ class Soak:
         await self._score("score", row, source, 1.0 if right else 0.25)
 
     async def hostile(self) -> None:
-        """A forgery, a bomb whose end is known, or a program of the corpus, which must not say that
-        it has escaped.
-        """
-        drawn = self.random.random()
-        if drawn > CORPUS:
-            escape = self.random.choice(ESCAPES)
-            tool = "shell" if escape.mode == "shell" else "python"
-            status, value = await self.place.run(JOB, tool, escape.source)
-            output = value["output"] if isinstance(value, dict) else str(value)
-            right = status in escape.ends and not says(output.encode())
-            self.tally.checked("corpus", right, (escape.name, status, value))
-            return
-        if drawn < FORGED:
+        """A forgery, or a bomb whose end is known."""
+        if self.random.random() < FORGED:
             cases = [{"args": [x], "output": x + 7} for x in range(2)]
             row = {"answer": "?", "tests": {"function": "f", "cases": cases}}
             await self._score("forgery", row, self.random.choice(FORGERIES), 0.0)
@@ -214,18 +189,9 @@ async def main(seconds: float, seed: int, callers: int) -> dict[str, Any]:
         for wrong in tally.wrong[:20]:
             print(f"wrong: {wrong}", file=sys.stderr)
         return {
-            "seconds": round(time.perf_counter() - begun, 1),
-            "callers": callers,
-            "calls": sum(tally.calls.values()),
             **{f"calls_{kind}": count for kind, count in sorted(tally.calls.items())},
-            "calls_per_s": round(sum(tally.calls.values()) / seconds, 1),
-            **{
-                f"p50_ms_{kind}": round(1e3 * statistics.median(took), 1)
-                for kind, took in sorted(tally.latencies.items())
-            },
             "wrong": len(tally.wrong),
             "lost": tally.lost,
-            "memory_mb": round(tally.memory[-1][1] / 2**20, 1),
             "memory_growth": round(growth(tally.memory), 4),
         }
 

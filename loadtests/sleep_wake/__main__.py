@@ -6,8 +6,7 @@
 `memory` and to `disk` and back, by Settle, beside copying as many bytes (`memcpy`: between pages
 that are there; `memcpy_fresh`: into a new segment, whose pages the kernel clears first) and beside
 `dd` on the same file system. What is read from the disk is dropped from the page cache before. Arms
-take turns in an order that rotates; seconds are medians, with the least and the most; `cpu_s` is
-this process's own.
+take turns in an order that rotates; seconds are medians.
 
 `run`: the job of loadtests.replay (deterministic, no staleness, no helpers) undisturbed, and with a
 core that sleeps in memory and on disk, and moves between the two, after each step; and one whose
@@ -37,10 +36,10 @@ import psutil
 import torch
 
 from loadtests.measuring.entry import options, report
+from loadtests.measuring.meshed import knows, unrenewed
 from loadtests.measuring.models import shape
 from loadtests.measuring.processes import drop_caches
 from loadtests.measuring.rounds import turns
-from loadtests.measuring.unrenewed import knows, unrenewed
 from loadtests.replay import runs as replay
 from meshrl.common.api.calls.interface import Interface
 from meshrl.common.api.calls.role import Settle
@@ -58,7 +57,6 @@ from meshrl.services.trainer.ranks.rank import Rank
 
 WORKER = "worker/w0"
 SLEEPING = "loadtests.sleep_wake.sleeping_rank"
-CPU = ".cpu"  # behind an arm's name: its CPU-seconds
 DD_BYTES = 1 << 20  # of its blocks
 DEATHS = ("memory@3", "absent@5", "disk@6")
 LLAMA: dict[str, Any] = {"architecture": "llama", "tie_embeddings": True, "max_positions": 512}
@@ -94,15 +92,12 @@ class CoreAlone:
 
     @property
     def bytes(self) -> int:
-        """Of its tensors."""
         return self._compute.bytes
 
     async def sleep(self, keep: Keep) -> None:
-        """With nothing to say of itself."""
         await self._compute.sleep(dict, keep)
 
     async def wake(self, take: Take) -> None:
-        """As it was."""
         await self._compute.wake(take)
 
     async def move(self, tier: Tier) -> None:
@@ -116,45 +111,27 @@ class CoreAlone:
 
 
 class Sleepy:
-    """A learner that is told to go from tier to tier."""
-
     def __init__(self, tiers: Tiers, directory: Path) -> None:
         self._tiers, self._directory, self._epoch = tiers, directory, 0
 
     async def to(self, tier: Tier) -> None:
-        """Returns when it is there."""
         self._epoch += 1
         wish = Settle(tier, self._epoch, False, WORKER, str(self._directory))
         await self._tiers.settle(wish)
 
 
-def summary(seconds: list[float], size: int) -> dict[str, float]:
-    """Median, least and most, and what that is in GB/s."""
-    median = statistics.median(seconds)
-    return {
-        "s": round(median, 5),
-        "least_s": round(min(seconds), 5),
-        "most_s": round(max(seconds), 5),
-        "gb_s": round(size / median / 1e9, 3),
-    }
-
-
 @contextmanager
 def noted(took: dict[str, list[float]], name: str) -> Iterator[None]:
-    """Notes the seconds of the block, and those of CPU that this process has used meanwhile."""
-    began, used = time.monotonic(), time.process_time()
+    began = time.monotonic()
     yield
     took.setdefault(name, []).append(time.monotonic() - began)
-    took.setdefault(f"{name}{CPU}", []).append(time.process_time() - used)
 
 
 def dd(*words: str) -> None:
-    """Runs it."""
     subprocess.run(["dd", f"bs={DD_BYTES}", *words], check=True, stderr=subprocess.DEVNULL)
 
 
 async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, Any]:
-    """Seconds and GB/s of each arm."""
     worker, process = unrenewed(WORKER), unrenewed("trainer/j")
     host, found = process.host, {}
     async with Segments(lambda: host.room(directory).memory) as segments:
@@ -178,7 +155,6 @@ async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, A
 
 
 async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[str, Any]:
-    """All of them, round after round."""
     took: dict[str, list[float]] = {}
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     scratch, blocks = directory / "dd", max(1, size // DD_BYTES)
@@ -219,43 +195,22 @@ async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[
     every: list[Callable[[], Awaitable[None]]] = [memory, memcpy, disk, disk_dump]
     for arm in turns(every, rounds):
         await arm()
-    told: dict[str, Any] = {
-        name: summary(seconds, size) | {"cpu_s": round(statistics.median(took[name + CPU]), 5)}
-        for name, seconds in took.items()
-        if not name.endswith(CPU)
-    }
-    beside = {
-        "memory_sleep": "memcpy_fresh",
-        "memory_wake": "memcpy_fresh",
-        "disk_sleep": "dd_write",
-        "disk_wake": "dd_read",
-    }
-    ratios = {
-        f"{name}_over_{other}": round(told[name]["s"] / told[other]["s"], 3)
-        for name, other in beside.items()
-    }
-    return told | ratios | {"cold": all(cold), "rounds": rounds}
+    found: dict[str, Any] = {"cold": all(cold)}
+    for name, seconds in took.items():
+        median = statistics.median(seconds)
+        found |= {f"{name}_s": round(median, 5), f"{name}_gb_s": round(size / median / 1e9, 3)}
+    return found
 
 
 def slept_run(job: Path, directory: Path, deaths: Sequence[str], steps: int) -> dict[str, Any]:
-    """The run of loadtests.replay with a core that sleeps after each step, and dies asleep at
-    steps as `deaths` says.
-    """
+    """Run the job of `loadtests.replay` with a core that sleeps after each step, and may die."""
     words = replay.SETTINGS | {"out": directory / "run", "budget.steps": steps}
     with replay.started(["run", str(job)], words, directory, deaths, SLEEPING) as program:
         replay.ended(program, directory)
-    told = replay.found_in(directory)
-    seen = told["deaths"]
-    return told | {
-        "slept": sum(name.startswith("slept-") for name in seen),
-        "died": [name for name in seen if name.startswith("died-")],
-        "resumed": [name for name in seen if name.startswith("resumed-")],
-        "began": [name for name in seen if name.startswith("began-")],
-    }
+    return replay.found_in(directory)
 
 
 def run(job: Path, scratch: Path, steps: int, deaths: Sequence[str]) -> dict[str, Any]:
-    """Whether sleep leaves the versions as they are."""
     plain = replay.one_run(job, scratch / "plain", steps=steps)
     slept = slept_run(job, scratch / "slept", (), steps)
     died = slept_run(job, scratch / "died", deaths, steps)
@@ -264,11 +219,7 @@ def run(job: Path, scratch: Path, steps: int, deaths: Sequence[str]) -> dict[str
         "steps": len(plain["manifests"]),
         "bit_identical": int(same[0]),
         "bit_identical_after_death": int(same[1]),
-        "slept": slept["slept"],
-        "died": died["died"],
-        "resumed": died["resumed"],
-        "began": died["began"],
-        "lineages": sorted({*slept["lineages"], *died["lineages"]}),
+        "marks": [name for name in died["deaths"] if not name.startswith("slept-")],
         "lost": slept["lost"] + died["lost"],
         "trained_twice": slept["trained_twice"] + died["trained_twice"],
     }

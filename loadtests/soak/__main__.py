@@ -15,21 +15,155 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import random
 import re
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from loadtests.measuring.entry import flat, options, report
-from loadtests.measuring.metered import started
-from loadtests.soak import growing
-from loadtests.soak.slopes import Samples, rise, second_half, share, slope
+from loadtests.measuring.metered import kind_of, started
 from meshrl.common.base.errors import MeshError
+from meshrl.common.state import registry
 from meshrl.common.state.redis.client import State
+
+SCAN = 1000  # keys that Redis looks at in one go
+
+Reading = dict[str, float]  # quantity -> value
+Samples = Sequence[tuple[float, float]]  # (seconds, value), in order of time
+PAIRS = 20_000  # beyond so many pairs a fixed draw of them says the same to within a percent
+
+
+def slope(samples: Samples) -> float:
+    """Return units per second: the median slope of all pairs (Theil 1950, Sen 1968)."""
+    pairs = [(a, b) for a, b in combinations(samples, 2) if b[0] > a[0]]
+    if len(pairs) > PAIRS:
+        pairs = random.Random(0).sample(pairs, PAIRS)
+    return statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs) if pairs else 0.0
+
+
+def second_half(samples: Samples, end: float) -> Samples:
+    """Those of the second half of the time from 0 to `end`."""
+    return [sample for sample in samples if sample[0] >= end / 2]
+
+
+def rise(samples: Samples) -> float:
+    """By how many units the samples rise from the first to the last, by their slope."""
+    return slope(samples) * (samples[-1][0] - samples[0][0]) if samples else 0.0
+
+
+def share(samples: Samples) -> float:
+    """`rise` as a share of the median; 0 when that is 0."""
+    middle = statistics.median(value for _, value in samples) if samples else 0.0
+    return rise(samples) / middle if middle else 0.0
+
+
+async def processes(state: State, launcher: int) -> dict[str, Reading]:
+    """`name pid` of each process below the launcher -> `rss`, `pss` (bytes), `fds`, `threads`.
+
+    What a sandbox starts for its work is one reading, `sandbox workers`, since it comes and goes.
+    """
+    alive = [entry for entry in await registry.entries(state) if entry.alive]
+    served = {p: n for e in alive for n, p in e.stats.get("environments", {}).items()}
+    names = served | {entry.pid: entry.name for entry in alive}
+    try:
+        root = psutil.Process(launcher)
+        family = [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return {}
+    found: dict[str, Reading] = {}
+    for process in family:
+        try:
+            name, reading = _name(process, names, launcher), _reading(process)
+        except (psutil.Error, OSError):
+            continue  # it has ended meanwhile
+        key = name if name == WORKERS else f"{name} {process.pid}"
+        told = found.setdefault(key, dict.fromkeys(reading, 0.0))
+        for quantity, value in reading.items():
+            told[quantity] += value
+    return found
+
+
+WORKERS = "sandbox workers"
+
+
+def _name(process: psutil.Process, names: dict[int, str], launcher: int) -> str:
+    if process.pid == launcher:
+        return "meshrl"
+    if process.pid in names:
+        return names[process.pid]
+    kind = kind_of(process)
+    return WORKERS if kind in ("sandbox", "launcher") else kind
+
+
+def _reading(process: psutil.Process) -> Reading:
+    rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    sizes = {name: float(kb) * 1024 for name, kb in re.findall(r"(\w+):\s+(\d+) kB", rollup)}
+    with process.oneshot():
+        return {
+            "rss": sizes["Rss"],
+            "pss": sizes["Pss"],
+            "fds": float(process.num_fds()),
+            "threads": float(process.num_threads()),
+        }
+
+
+async def redis(state: State) -> Reading:
+    """`keys`, `keys <pattern>`, `memory`, `aof`, `events` (entries of the stream)."""
+    found: Counter[str] = Counter()
+    cursor: Any = 0
+    while True:
+        cursor, keys = await state.command("SCAN", cursor, "COUNT", SCAN)
+        found.update(map(_pattern, keys))
+        if int(cursor) == 0:
+            break
+    memory = await state.command("INFO", "memory")
+    persistence = await state.command("INFO", "persistence")
+    told = {f"keys {pattern}": float(n) for pattern, n in found.items()}
+    return told | {
+        "keys": float(sum(found.values())),
+        "memory": float(memory["used_memory"]),
+        "aof": float(persistence.get("aof_current_size", 0)),
+        "events": float(await state.command("XLEN", "{mesh}:events")),
+    }
+
+
+def _pattern(key: str) -> str:
+    """A key without its job, numbers and names: `{job}:op:admit`."""
+    parts = re.sub(r"^\{(?!mesh\})[^}]*\}", "{job}", key).split(":")
+    keep = 3 if parts[1] == "op" else 2
+    return ":".join(parts[:keep])
+
+
+def files(run_dir: Path) -> Reading:
+    found: Counter[str] = Counter()
+    for directory, _, names in os.walk(run_dir):  # passes over what goes meanwhile
+        for name in names:
+            path = Path(directory, name)
+            with contextlib.suppress(FileNotFoundError):
+                size = path.lstat().st_size
+                parts = path.relative_to(run_dir).parts
+                found["/".join(parts[:2]) if parts[0] == "mesh" else parts[0]] += size
+    return {name: float(size) for name, size in found.items()}
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        lines = file.read().split(b"\n")[:-1]
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
 
 JOB = Path("examples/calculator.toml")
 SETTINGS = {
@@ -59,8 +193,6 @@ Series = dict[str, list[tuple[float, float]]]
 
 
 class Soak:
-    """One run and its samples."""
-
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.series: Series = {}
@@ -69,7 +201,7 @@ class Soak:
     async def watch(self, state: State, launcher: int, seconds: float) -> None:
         """Sample every few seconds, from the first step on; RuntimeError when the run ends."""
         until = time.monotonic() + UP_S
-        while growing.steps_done(self.run_dir) < 1:
+        while steps_done(self.run_dir) < 1:
             if not psutil.pid_exists(launcher) or time.monotonic() > until:
                 raise RuntimeError("training did not begin")
             await asyncio.sleep(0.5)
@@ -79,23 +211,20 @@ class Soak:
             if not psutil.pid_exists(launcher):
                 raise RuntimeError("the run ended")
             with contextlib.suppress(MeshError, TimeoutError):  # a sample that fails is one less
-                await self._sample(at, state, launcher)
+                async with asyncio.timeout(60.0):
+                    found = await processes(state, launcher)
+                    told = {f"redis {name}": value for name, value in (await redis(state)).items()}
+                told |= {
+                    f"{who}: {what}": v for who, row in found.items() for what, v in row.items()
+                }
+                told |= {f"file {n}": v for n, v in files(self.run_dir).items()}
+                for name, value in told.items():
+                    self.series.setdefault(name, []).append((at, value))
+                self.steps.append((at, float(steps_done(self.run_dir))))
             await asyncio.sleep(every_s)
 
-    async def _sample(self, at: float, state: State, launcher: int) -> None:
-        async with asyncio.timeout(60.0):
-            found = await growing.processes(state, launcher)
-            told = {f"redis {name}": value for name, value in (await growing.redis(state)).items()}
-        told |= {f"{who}: {what}": v for who, row in found.items() for what, v in row.items()}
-        told |= {f"file {n}": v for n, v in growing.files(self.run_dir).items()}
-        for name, value in told.items():
-            self.series.setdefault(name, []).append((at, value))
-        self.steps.append((at, float(growing.steps_done(self.run_dir))))
-
     def judged(self) -> dict[str, Any]:
-        """Return the figures of every quantity that was there throughout; `exceeds` lists those
-        that are not flat, each with its rise.
-        """
+        """Return figures of what was there throughout; `exceeds` lists what is not flat."""
         end = self.steps[-1][0]
         steps_s = slope(second_half(self.steps, end))
         exceeds: list[str] = []
@@ -141,12 +270,10 @@ class Soak:
 
 
 def key_of(name: str) -> str:
-    """Return a quantity's name as one word: the parts of it joined by `_`."""
     return "_".join(re.findall(r"[^\s:{}/]+", name))
 
 
 async def soaked(out: Path, seconds: float, settings: dict[str, Any]) -> dict[str, Any]:
-    """Run the job for so long and judge it."""
     soak = Soak(out / "run")
     words = [f"out={soak.run_dir}", *(f"{key}={value}" for key, value in settings.items())]
     async with started(JOB, soak.run_dir, *words) as (state, meter):

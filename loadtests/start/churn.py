@@ -15,8 +15,7 @@ from typing import Any
 
 import psutil
 
-from loadtests.start.nursed import nursery, starting
-from loadtests.start.traces import left
+from loadtests.start.nursed import left, nursery, starting
 from meshrl.common.mesh.process.handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.starting import Spawning
@@ -39,7 +38,6 @@ class Churn:
         self.done = 0
 
     async def run(self, starts: int) -> None:
-        """So many starts, AT_ONCE at a time."""
         numbers = iter(range(starts))
 
         async def work() -> None:
@@ -80,7 +78,6 @@ class Churn:
 
 
 def descriptors(*pids: int) -> int:
-    """Open ones of all these processes."""
     return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
 
 
@@ -100,15 +97,12 @@ async def churned(folder: Path, starts: int) -> dict[str, Any]:
         after = descriptors(os.getpid(), process.pid)
         children = len(psutil.Process(process.pid).children())  # zombies among them
     return {
-        "starts": churn.done,
         "starts_per_s": starts / took,
         "starts_wrong": len(churn.wrong),
         "starts_wrong_first": churn.wrong[:3],
         "leaked": max(0, after - before) + children + len(remain),
-        "leaked_descriptors": after - before,
     }
 
 
 def churn(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`starts_per_s`, `starts_wrong`, `leaked`: processes, zombies, descriptors."""
     return asyncio.run(churned(folder, chosen.starts))

@@ -41,7 +41,6 @@ CHANGES = (
 
 
 def mesh(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`pss_mb`, `restart_s`, `move_s`, and the same without a nursery."""
     task = digits.write(folder / "task", (LENGTH,))
     found: dict[str, list[dict[str, float]]] = {"": [], "spawned_": []}
     for repeat in range(chosen.repeats):
@@ -57,7 +56,6 @@ def mesh(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 async def one(job: Path, out: Path, spawned: bool) -> dict[str, float]:
-    """The figures of one run."""
     os.environ.pop(NURSERY_ENV, None)
     if spawned:
         os.environ[NURSERY_ENV] = OFF
@@ -74,7 +72,6 @@ async def one(job: Path, out: Path, spawned: bool) -> dict[str, float]:
 
 
 async def until(what: Callable[[], Awaitable[bool]]) -> float:
-    """Seconds until it is so."""
     began = time.perf_counter()
     while not await what():
         await asyncio.sleep(LOOK_S)
@@ -87,7 +84,6 @@ async def all_settled(state: State) -> bool:
 
 
 async def residents(state: State) -> dict[str, Resident]:
-    """Who resides on each worker."""
     return {
         gang.workers[rank]: resident
         for gang in await pool.gangs(state)
@@ -101,7 +97,6 @@ async def an_engine(state: State) -> registry.Entry:
 
 
 async def restarted(state: State) -> float:
-    """From an engine's SIGKILL until its successor is ready."""
     engine = await an_engine(state)
     os.kill(engine.pid, signal.SIGKILL)
 
@@ -116,9 +111,7 @@ async def restarted(state: State) -> float:
 
 
 async def moved(state: State) -> tuple[float, float]:
-    """From the request to move an engine's worker to training until that is decided, and from there
-    until its process there is ready.
-    """
+    """Return seconds from a request to move an engine's worker to the decision, and on to ready."""
     engine = await an_engine(state)
     there = await residents(state)
     worker = next(w for w, one in there.items() if engine.name == f"engine/{one.id}")

@@ -1,22 +1,49 @@
-"""A nursery for a load test."""
+"""A nursery for a load test, and what is left of its processes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.host.settings import SETTINGS_ENV
 from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
-from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.handle import Child, start_time
 from meshrl.common.mesh.process.host import Host
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.services.nursery import MeshNursery
 
 BUDGET = (5, 60.0)
 GRACE_S = 5.0
+LOOK_S = 0.1
+
+
+def processes_of(mark: str) -> list[int]:
+    """The running ones, this process and zombies not among them."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            place = Path("/proc") / name
+            about = (place / "environ").read_bytes() + (place / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if mark.encode() in about and int(name) != os.getpid() and start_time(int(name)):
+            found.append(int(name))
+    return found
+
+
+async def left(mark: str, within_s: float, but: frozenset[int] = frozenset()) -> list[int]:
+    """What is still there of a trial after so long; returns as soon as nothing is."""
+    until = time.monotonic() + within_s
+    while found := [pid for pid in processes_of(mark) if pid not in but]:
+        if time.monotonic() > until:
+            break
+        await asyncio.sleep(LOOK_S)
+    return found
 
 
 @contextlib.contextmanager

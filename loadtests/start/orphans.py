@@ -24,9 +24,8 @@ from typing import Any
 
 import psutil
 
-from loadtests.start.nursed import nursery, starting
+from loadtests.start.nursed import LOOK_S, left, nursery, starting
 from loadtests.start.owner import IN_THE_WAY
-from loadtests.start.traces import LOOK_S, left
 from meshrl.common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
 from meshrl.common.mesh.process.handle import UNKNOWN_EXIT, SystemChild
 from meshrl.common.mesh.process.host import SystemHost
@@ -42,8 +41,6 @@ HOWS = ("kill", "stop", "nursery", "both")
 
 @dataclass
 class Found:
-    """What trials have found."""
-
     trials: int = 0
     orphans: int = 0
     hung: int = 0

@@ -52,8 +52,6 @@ STEP_S = 30.0
 
 @dataclass
 class Started:
-    """What a start took."""
-
     ready_s: float
     cpu_s: float
     nursery_cpu_s: float = 0.0
@@ -159,7 +157,6 @@ class Starts:
 
 @contextlib.asynccontextmanager
 async def opened(folder: Path) -> AsyncIterator[tuple[Starts, str]]:
-    """The mesh, and the nursery's socket."""
 
     def worker(mesh: Mesh) -> GangWorker:
         return GangWorker(mesh, WORKER, a_worker_of(mesh))
@@ -213,5 +210,4 @@ async def measured(folder: Path, repeats: int, only: list[str]) -> dict[str, Any
 
 
 def roles(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Medians by kind of process, and the worst of all kinds."""
     return asyncio.run(measured(folder, chosen.repeats, chosen.kinds))

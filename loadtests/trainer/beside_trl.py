@@ -58,7 +58,6 @@ def compared(name: str, task: Task, venv: Path, steps: int, repeats: int) -> dic
         f"ratio_trl_{name}": median(used) / trl_cpu_s,
         f"mesh_cpu_s_{name}": median(used),
         f"trl_cpu_s_{name}": trl_cpu_s,
-        f"ratios_{name}": [round(a / b, 3) for a, b in zip(used, peer, strict=True)],
     }
     for kind in sorted(mesh[0]):
         found[f"{kind}_cpu_s_{name}"] = median(run.get(kind, 0.0) for run in mesh)
@@ -77,8 +76,6 @@ def reward(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     return {
         "reward_mesh": mean(mesh),
         "reward_trl": mean(peer),
-        "rewards_mesh": [round(x, 4) for x in mesh],
-        "rewards_trl": [round(x, 4) for x in peer],
     }
 
 
@@ -118,7 +115,6 @@ def theirs(task: Task, steps: int, venv: Path, seed: int = 0) -> dict[str, Any]:
 
 
 def length(task: Task, step: int) -> float:
-    """Mean length of the completions of a step."""
     first = step * task.batch
     return mean(task.lengths[(first + i) % len(task.lengths)] for i in range(task.batch))
 

@@ -60,7 +60,6 @@ class Task:
     def job_file(
         self, out: Path, steps: int, seed: int = 0, staleness: int = 1, workers: int = 2
     ) -> Path:
-        """Writes the job that trains the task with MeshRL."""
         path = self.folder / f"{out.name}.toml"
         path.write_text(
             JOB.read_text().format(
@@ -81,7 +80,6 @@ class Task:
 
 
 def write(folder: Path, lengths: tuple[int, ...]) -> Task:
-    """The model, its tokenizer, prompts and the reward, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     task = Task(folder, lengths)
     write_model(task.model, SHAPE)

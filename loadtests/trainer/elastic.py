@@ -67,14 +67,10 @@ def speedup(
         together += [row["train_s"] for row in helped(rows[WARM_STEPS:], name)]
     return {
         f"speedup_{name}": median(alone) / median(together),
-        f"speedup_{name}_ideal": 2.0,  # the rounds of a step are as many for both, and alike
-        f"train_s_{name}": median(together),
-        f"train_s_beside_{name}": median(alone),
     }
 
 
 def run(task: Task, last: int, out: Path, *changes: str) -> list[Row]:
-    """Metrics of the steps of a run."""
     job = task.job_file(out, steps=last + 1, staleness=0)
     return asyncio.run(run_job(job, out, last, *SETTINGS, *changes)).rows
 
@@ -91,9 +87,7 @@ def helped(rows: list[Row], name: str) -> list[Row]:
 
 
 def join(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`join_pause_share`: what the worst step while a hybrid joins makes the core wait, beyond what
-    steps before do, as a share of a step.
-    """
+    """`join_pause_share`: what a hybrid that joins makes the core wait, as a share of a step."""
     task = digits.write(folder / "task", (LENGTH,))
     rows, moved = asyncio.run(joined(task, folder / "run"))
     before = rows[WARM_STEPS:moved]
@@ -105,7 +99,6 @@ def join(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     worst_s = max((idle_s(row, core) for row in rows[moved:first]), default=usual_s)
     return {
         "join_pause_share": max(0.0, worst_s - usual_s) / median(r["train_s"] for r in before),
-        "join_steps": first - moved,
     }
 
 
@@ -144,12 +137,12 @@ def checkpoint(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     last = WARM_STEPS + chosen.steps
     rows = run(task, last, folder / "run", "training.checkpoint_every=2")
     pauses = [row["checkpoint_pause_s"] for row in rows[WARM_STEPS:] if "checkpoint_pause_s" in row]
-    return {"checkpoint_pause_s": median(pauses), "checkpoint_pause_s_max": max(pauses)}
+    return {"checkpoint_pause_s": median(pauses)}
 
 
 def recovery(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     """`recovery_s`: from a trainer's SIGKILL in mid-step to its successor's first commit, steps
-    since the last checkpoint included; `recovery_replayed` says how many. `recovery_cpu_s` is what
+    since the last checkpoint included. `recovery_cpu_s` is what
     the successor used by then, `recovery_steps_s` what the same steps took when they were trained.
     """
     task = digits.write(folder / "task", (LENGTH,))
@@ -157,10 +150,8 @@ def recovery(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
     took, used, steps = zip(*found, strict=True)
     return {
         "recovery_s": median(took),
-        "recoveries_s": [round(seconds, 2) for seconds in took],
         "recovery_cpu_s": median(used),
         "recovery_steps_s": median(steps),
-        "recovery_replayed": KILL_AT,
     }
 
 
@@ -181,7 +172,6 @@ async def recovered(task: Task, out: Path) -> tuple[float, float, float]:
 
 
 async def committed(state: State, version: int) -> None:
-    """Until a step is committed; RuntimeError if the job fails instead."""
     while (row := await row_of(state)).version < version:
         if row.phase == jobs.Phase.FAILED:
             raise RuntimeError(f"the job failed: {row.error}")
@@ -189,7 +179,6 @@ async def committed(state: State, version: int) -> None:
 
 
 async def row_of(state: State) -> jobs.JobRow:
-    """The job's, once it is submitted."""
     while not (rows := await jobs.jobs(state)):
         await asyncio.sleep(LOOK_S)
     return rows[0]

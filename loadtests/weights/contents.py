@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
+from meshrl.common.api.transfer.deltas import Base
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.files.safetensors_file import NAMES
+from meshrl.common.model.files.source import nbytes
+from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.layout.identity import Described, Tree, identity
+from meshrl.common.weights.layout.laying import How, whole
+from meshrl.common.weights.layout.manifest import chunk_bytes
+from meshrl.common.weights.staging import COPY_S, Stager, assembled, keep
 
 WIDTH = 1024  # elements of a row
 TENSOR_BYTES = 16 << 20  # of a tensor, about a layer's projection
@@ -14,6 +23,36 @@ DRAWN = TENSOR_BYTES // 2  # elements that are drawn: a tensor's, so that no two
 SPREAD = 0.02  # standard deviation of a model's weights
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 Tensors = dict[str, torch.Tensor]
+
+
+async def staged_whole(
+    mesh: Mesh,
+    bulk: BulkClient,
+    job: str,
+    lineage: int,
+    version: int,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    base: Base | None = None,
+    scale: float = 0.0,
+    dtype: str = "",
+    most: int = 0,
+) -> str:
+    """Stage whole tensors in chunks of at most `most` bytes; return the manifest's digest."""
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault(dtype or NAMES[tensor.dtype], {})[name] = tensor
+    size = sum(map(nbytes, tensors.values()))
+    laid = []
+    for kind, some in kinds.items():
+        how = How(kind, most or chunk_bytes(size))
+        async with Stager(mesh, bulk, how, f"storing weights of version {version}") as stager:
+            lay = partial(stager.lay, partial(whole, some))
+            stager.write(await mesh.host.run_blocking(lay, deadline_s=COPY_S))
+            laid.append(await stager.end())
+    made = assembled(job, lineage, version, tensors, laid, base, scale)
+    await keep(mesh, made)
+    return made.digest
 
 
 def shapes(size: int, dtype: torch.dtype, each: int = TENSOR_BYTES) -> Iterator[tuple[str, int]]:
@@ -38,14 +77,11 @@ def drawn(size: int, dtype: torch.dtype, seed: int = 0, each: int = TENSOR_BYTES
 
 
 def empty(size: int, dtype: torch.dtype, each: int = TENSOR_BYTES) -> Tensors:
-    """As many tensors of the same shapes, whose pages are there."""
     return {name: torch.ones(rows, WIDTH, dtype=dtype) for name, rows in shapes(size, dtype, each)}
 
 
 def change(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> int:
-    """Moves so large a share of the elements of bfloat16 tensors, anywhere, to the next number, as
-    an optimizer's small step does; how many.
-    """
+    """Move a share of the elements of bfloat16 tensors to the next number; return how many."""
     generator = torch.Generator().manual_seed(seed)
     changed = 0
     for tensor in tensors.values():

@@ -21,5 +21,4 @@ MODELS = {
 
 
 def drawn(name: str, seed: int) -> Tensors:
-    """Return the weights of one in float32; each seed gives others."""
     return models.drawn(MODELS[name], seed)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ FORKED = (
     "numpy.ma",
     "encodings.idna",
 )
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    rounds: int = 7
+    one_host: int = 1024 * MIB
+    fanout: int = 32 * MIB
+    link: int = 256 * MIB
+    codec: int = 256 * MIB
+    memory: int = 2048 * MIB
+    swaps: int = 25  # of an engine, for its pauses
+    steps: int = 6  # of the small real run
+    directory: str = ""  # where versions lie; empty: the system's temporary directory
+
+    def scene(self, rates: Iterable[str] = ()) -> Scene:
+        return Scene(rates, Path(self.directory) if self.directory else None)
 
 
 class OrderFailed(RuntimeError):
@@ -72,11 +90,9 @@ class Member:
         return self._child.pid
 
     async def begun(self) -> None:
-        """Returns once it takes orders."""
         await self._heard(START_S)
 
     async def ask(self, order: str, within_s: float = ORDER_S, **words: Any) -> Any:
-        """The answer to an order; OrderFailed."""
         frame = json.dumps({"order": order} | words).encode()
         await self._child.send(frame)
         answer = await self._heard(within_s)
@@ -96,16 +112,13 @@ class Member:
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
     def cpu_s(self) -> float:
-        """CPU-seconds that it has used."""
         usage = self._child.usage()
         return usage.cpu_s if usage is not None else 0.0
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal."""
         os.kill(self.pid, number)
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
         self._child.kill()
         await self._child.wait(10.0)
 
@@ -181,11 +194,9 @@ class Scene:
     # -- hosts -----------------------------------------------------------------------------------
 
     def root(self, host: int) -> Path:
-        """Where the processes of a host keep their files."""
         return self.directory / f"h{host}"
 
     def settings(self, host: int, **more: Any) -> Path:
-        """The file of a host's settings, made when it is asked for first or with anything else."""
         path = self.root(host) / "settings.json"
         if more or not path.exists():
             self.root(host).mkdir(exist_ok=True)
@@ -207,7 +218,6 @@ class Scene:
     def start(
         self, name: str, host: int, module: str, *words: str, pipe: bool = False, **env: str
     ) -> Member:
-        """A process that runs a module on a host."""
         log = self.root(host) / f"{name.replace('/', '-')}.log"
         settings = self.settings(host)
         net = str(self.links.pids[host] if self.links is not None else 0)
@@ -220,24 +230,23 @@ class Scene:
         return member
 
     async def store(self, host: int = 0) -> Member:
-        """The weight store, once it is registered."""
         member = self.start(STORE, host, "meshrl.services.weights")
         await self.registered(STORE)
         return member
 
-    async def member(self, kind: str, name: str, host: int, *words: str, **env: str) -> Member:
-        """A process of `loadtests.weights.members.member` that takes orders."""
-        module = "loadtests.weights.members.member"
-        member = self.start(name, host, module, kind, name, *words, pipe=True, **env)
+    async def member(
+        self, kind: str, name: str, host: int, *words: str, module: str = "member"
+    ) -> Member:
+        """A process of `loadtests.weights.members` that takes orders."""
+        where = f"loadtests.weights.members.{module}"
+        member = self.start(name, host, where, kind, name, *words, pipe=True)
         await member.begun()
         return member
 
     async def publisher(self, job: str = "job", host: int = 0) -> Member:
-        """Who stages and commits versions of a job."""
         return await self.member("publisher", f"trainer/{job}", host, job)
 
     async def receiver(self, number: int, host: int = 0, job: str = "job") -> Member:
-        """Who receives versions into tensors of its own."""
         return await self.member("receiver", f"engine/g{number}", host, job)
 
     async def receivers(self, hosts: Sequence[int], first: int = 0) -> list[Member]:
@@ -246,26 +255,15 @@ class Scene:
         return list(await asyncio.gather(*started))
 
     async def engine(self, number: int, model: str, host: int = 0, job: str = "job") -> Member:
-        """An engine that follows a job's versions once it is told to `begin`."""
-        return await self.serving("engine", f"engine/g{number}", host, job, model)
+        return await self.member("engine", f"engine/g{number}", host, job, model, module="serving")
 
     async def shard(self, number: int = 0, host: int = 0, job: str = "job") -> Member:
-        """Who reads what engines generate."""
-        return await self.serving("shard", f"rollout/{job}/{number}", host, job)
-
-    async def serving(self, kind: str, name: str, host: int, *words: str) -> Member:
-        """A process of `loadtests.weights.members.serving` that takes orders."""
-        module = "loadtests.weights.members.serving"
-        member = self.start(name, host, module, kind, name, *words, pipe=True)
-        await member.begun()
-        return member
+        return await self.member("shard", f"rollout/{job}/{number}", host, job, module="serving")
 
     async def agents(self, hosts: Iterable[int]) -> list[Member]:
-        """On each of these hosts, who serves on what the host has received."""
         return list(await asyncio.gather(*map(self.agent, hosts)))
 
     async def agent(self, host: int) -> Member:
-        """That of one host."""
         return await self.member("agent", f"node/h{host}", host, "")
 
     @staticmethod
@@ -285,7 +283,6 @@ class Scene:
                 await asyncio.sleep(LOOK_S)
 
     def cpu_s(self) -> float:
-        """CPU-seconds of all processes together."""
         return sum(member.cpu_s() for member in self.members)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from loadtests.namespaces import leftovers
+from loadtests.namespaces.groups import PREFIX, sweep
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import Hosts
 from tests.hosts.conftest import PORT, probed, serving
@@ -179,9 +179,9 @@ asyncio.run(main())
         while any(init.is_running() and init.status() != "zombie" for init in inits):
             await asyncio.sleep(0.02)
         while _directories(killed.pid):  # groups are empty once the kernel has buried everybody
-            leftovers.sweep()
+            sweep()
             await asyncio.sleep(0.02)
 
 
 def _directories(pid: int) -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob(f"{leftovers.PREFIX}{pid}-*"))
+    return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*"))

@@ -8,7 +8,7 @@ The first wave is for what is filled once: buffers, pools, code. `grew_mib`, `gr
 `grew_threads` are from after it to the end, of the process with a port that grew most, beside
 `calm_mib` of `--calm-s` without frames. `gone`: processes that have ended meanwhile. Then the job
 is stopped, and another has to finish, with nothing lost and nothing trained twice in either. A
-frame is what a connection sends; `kinds_*` say how many there were of each.
+frame is what a connection sends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from typing import Any
 import psutil
 
 from loadtests.doors.found import connections, plan_of
-from loadtests.doors.plan import Plan as Doors
 from loadtests.hosts.flood.growth import Readings, between, read
 from loadtests.hosts.flood.pouring import Pour, Poured
 from loadtests.jobs.mesh import RunningMesh, mesh_up
@@ -49,7 +47,6 @@ GROWN_DESCRIPTORS = 8  # jails and connections among themselves come and go
 
 
 async def trains(handle: JobHandle, steps: int = 1) -> int:
-    """The job's step, once it has done so many."""
     async with asyncio.timeout(TRAINS_S):
         while (step := (await handle.state()).step) < steps:
             await asyncio.sleep(0.2)
@@ -57,7 +54,6 @@ async def trains(handle: JobHandle, steps: int = 1) -> int:
 
 
 async def poured(ports: list[tuple[str, int]], frames: int, seed: int) -> Poured:
-    """A wave, from a process of its own."""
     pouring = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "loadtests.hosts.flood.pouring"),
         stdin=asyncio.subprocess.PIPE,
@@ -71,11 +67,6 @@ async def poured(ports: list[tuple[str, int]], frames: int, seed: int) -> Poured
     return Poured(**json.loads(out))
 
 
-def ports_of(doors: Doors) -> list[tuple[str, int]]:
-    """All that listen."""
-    return sorted({(port.host, port.port) for port in doors.ports})
-
-
 def lasts(pid: int, words: str) -> bool:
     """Whether it listens, until its job ends: sandboxes change what runs code, after some tasks."""
     taken = [one for one in connections(pid) if one.status == psutil.CONN_LISTEN]
@@ -83,7 +74,6 @@ def lasts(pid: int, words: str) -> bool:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The verdict."""
     with tempfile.TemporaryDirectory(prefix="flood-") as made:
         # With a path that is too long for a socket, Redis is at a port.
         async with mesh_up(Path(made) / ("deep" * 24), WORKERS) as mesh:
@@ -98,17 +88,19 @@ async def flooded(
     """Waves on a mesh whose job trains."""
     place = MeshPlace(mesh.root)
     doors = await plan_of(place, MeshSettings.from_file(place.settings))
-    ports = ports_of(doors)
+    ports = sorted({(port.host, port.port) for port in doors.ports})
     watched = [psutil.Process(pid) for pid, words in doors.pids.items() if lasts(pid, words)]
     waves: list[Poured] = []
     readings: list[Readings] = []
-    steps: list[int] = []
+    step = 0
     for number in range(arguments.waves):
         waves.append(await poured(ports, arguments.frames // arguments.waves, number))
         await asyncio.sleep(arguments.settle_s)
         readings.append(read(watched))
-        steps.append(await trains(endless, steps[-1] + 1 if steps else 1))
-        _say(number, waves[-1], readings)
+        step = await trains(endless, step + 1)
+        told = {"wave": number, **asdict(waves[-1]), **asdict(between(readings[0], readings[-1]))}
+        del told["by_kind"]
+        tell(told)
     await asyncio.sleep(arguments.calm_s)
     readings.append(read(watched))
     grew = between(readings[0], readings[-2])
@@ -117,7 +109,6 @@ async def flooded(
     ended = await endless.wait(TRAINS_S)
     last = await mesh.submit(JOB, "last", "budget.steps=5")
     summary = await mesh.finished(last)
-    kinds = sum((Counter(wave.by_kind) for wave in waves), Counter[str]())
     seconds = sum(wave.seconds for wave in waves)
     frames = sum(wave.frames for wave in waves)
     answer: dict[str, Any] = {
@@ -128,11 +119,9 @@ async def flooded(
         **{key: sum(getattr(wave, key) for wave in waves) for key in OUTCOMES},
         **grew.figures(),
         "calm_mib": calm.rss_mib,
-        "steps_meanwhile": steps[-1] - steps[0],
         "stopped": ended.phase,
         "finished": summary["phase"],
         **{key: summary[key] + mesh.summary("endless")[key] for key in ("lost", "trained_twice")},
-        **{f"kinds_{kind}": count for kind, count in sorted(kinds.items())},
     }
     right = answer["finished"] == "finished" and not answer["gone"]
     books = (answer["lost"], answer["trained_twice"])
@@ -140,13 +129,6 @@ async def flooded(
     opened = grew.descriptors <= GROWN_DESCRIPTORS
     answer["ok"] = int(right and books == (0, 0) and opened and grown <= GROWN_MIB)
     return answer
-
-
-def _say(number: int, wave: Poured, readings: list[Readings]) -> None:
-    grew = asdict(between(readings[0], readings[-1]))
-    told = {"wave": number, **asdict(wave), **grew}
-    del told["by_kind"]
-    tell(told)
 
 
 def main() -> int:

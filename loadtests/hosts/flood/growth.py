@@ -14,30 +14,24 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Reading:
-    """Of one process."""
-
     name: str
     rss: int  # bytes
     descriptors: int
     threads: int
-    cpu_s: float
 
 
 Readings = dict[int, Reading]  # by pid
 
 
 def read(processes: Iterable[psutil.Process]) -> Readings:
-    """Of those that are still there."""
     found: Readings = {}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
-            times = process.cpu_times()
             found[process.pid] = Reading(
                 named(process),
                 process.memory_info().rss,
                 process.num_fds(),
                 process.num_threads(),
-                times.user + times.system,
             )
     return found
 
@@ -63,7 +57,6 @@ class Growth:
     gone: tuple[str, ...]
 
     def figures(self) -> dict[str, Any]:
-        """Return what an entry reports."""
         return {
             "grew_mib": self.rss_mib,
             "grew_mib_of": self.rss_of,

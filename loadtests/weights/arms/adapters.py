@@ -5,16 +5,16 @@ beside those of models into which they are merged.
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import numpy as np
 import torch
 
+from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.models import drawn, shape
 from loadtests.measuring.rounds import Arm, ratios, spread, turns
 from loadtests.weights.contents import Tensors
-from loadtests.weights.plan import Honest, Plan
+from loadtests.weights.scene import Plan
 from meshrl.common.generation.builtin.build import build
 from meshrl.common.generation.builtin.engine import TorchEngine
 from meshrl.common.generation.contract import Request
@@ -30,7 +30,6 @@ NAMES = ("a", "b")  # of adapters
 
 
 def adapter(seed: int) -> Tensors:
-    """Factors of all projections, none of which is nothing."""
     generator = torch.Generator().manual_seed(seed)
     found: Tensors = {}
     shapes = projections(MODEL)
@@ -44,7 +43,6 @@ def adapter(seed: int) -> Tensors:
 
 
 def engine(state: Tensors) -> TorchEngine:
-    """One that has these weights."""
     made = build(MODEL, BATCH, LENGTH, steps=8, budget_s=0.02)
     made.wake(state, 0)
     return made
@@ -68,7 +66,7 @@ def rate(made: TorchEngine, names: list[str]) -> float:
 
 async def adapters(plan: Plan) -> Arm:
     """`multi_adapter_ratio`, `one_over_merged`, `logprob_gap`."""
-    honest = Honest()
+    honest = HostMeter()
     torch.set_num_threads(1)
     base = drawn(MODEL)
     factors = {name: adapter(seed) for seed, name in enumerate(NAMES, 1)}
@@ -80,15 +78,12 @@ async def adapters(plan: Plan) -> Arm:
         "one": (beside, ["a"] * BATCH),
         "two": (beside, ["a", "b"] * (BATCH // 2)),
         "merged": (alone["a"], [""] * BATCH),
-        "base": (beside, [""] * BATCH),
     }
     found: dict[str, list[float]] = {name: [] for name in arms}
     for name in turns([*arms], plan.rounds):
         found[name].append(rate(*arms[name]))
     answer = spread("multi_adapter_ratio", ratios(found["two"], found["one"]))
     answer |= spread("one_over_merged", ratios(found["one"], found["merged"]))
-    for name, rates in found.items():
-        answer[f"{name}_tokens_per_cpu_s"] = round(statistics.median(rates))
     answer["logprob_gap"] = max(_gap(beside, alone[name], name) for name in NAMES)
     return answer | honest.told()
 

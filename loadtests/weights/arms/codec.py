@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.rounds import Arm
 from loadtests.weights import contents
-from loadtests.weights.plan import Honest, Plan
+from loadtests.weights.scene import Plan
 from meshrl.common.base.digest import digest_of
 from meshrl.common.weights.delta.codec import applied, encoded
 from meshrl.common.weights.layout.manifest import chunk_bytes
@@ -24,14 +25,12 @@ WIDTH = 2  # bytes of a bfloat16
 
 
 def flat(tensors: contents.Tensors) -> NDArray[np.uint8]:
-    """The bytes of all tensors, one after the other."""
     parts = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     return np.concatenate(parts)
 
 
 async def codec(plan: Plan) -> Arm:
-    """`delta_bytes_share_*`, `encode_gb_s_*`, `apply_gb_s_*`."""
-    honest = Honest()
+    honest = HostMeter()
     answer: Arm = {"codec_mib": plan.codec >> 20}
     tensors = contents.drawn(plan.codec, torch.bfloat16)
     old, size = flat(tensors), chunk_bytes(plan.codec)

@@ -7,9 +7,9 @@ comes in full or not; the receiver sees to that its tensors are those that were 
 
 from __future__ import annotations
 
+from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.rounds import Arm, ratios, spread, turns
-from loadtests.weights.plan import Honest, Plan
-from loadtests.weights.scene import Member, Scene
+from loadtests.weights.scene import Member, Plan, Scene
 
 RATE = "200mbit"  # as of tc
 SHARES = {"3pct": 0.03, "1pct": 0.01}
@@ -28,7 +28,6 @@ class Link:
         self.receiver: Member
 
     async def begin(self) -> None:
-        """The receiver has a version."""
         await self.scene.store(SOURCE)
         self.publisher = await self.scene.publisher(host=SOURCE)
         self.receiver = await self.scene.receiver(0, host=TARGET)
@@ -37,27 +36,19 @@ class Link:
         await self.once(0.0, deltas=False)
 
     async def once(self, share: float, deltas: bool) -> Arm:
-        """The next version, changed by so large a share."""
-        assert self.scene.links is not None
         self.version += 1
-        seed = 1000 + self.version
-        changed = (await self.publisher.ask("change", share=share, seed=seed))["share"]
-        used, sent = self.scene.cpu_s(), self.scene.links.sent(SOURCE)
+        await self.publisher.ask("change", share=share, seed=1000 + self.version)
         staged = await self.publisher.ask("stage", version=self.version, deltas=deltas)
         found = await self.receiver.ask("receive", digest=staged["digest"])
         if await self.receiver.ask("identity") != await self.publisher.ask("identity"):
             raise RuntimeError("the receiver has other tensors than were published")
         return {
             "took_s": found["ended"] - staged["staged"],
-            "cpu_s": self.scene.cpu_s() - used,
-            "sent_share": (self.scene.links.sent(SOURCE) - sent) / self.size,
-            "changed": changed,
         }
 
 
 async def link(plan: Plan) -> Arm:
-    """`ratio_full_over_delta_3pct`, `ratio_full_over_delta_1pct`."""
-    honest = Honest()
+    honest = HostMeter()
     found: dict[str, list[Arm]] = {name: [] for name in ARMS}
     async with plan.scene([RATE] * 2) as scene:
         ends = Link(scene, plan.link)
@@ -69,8 +60,4 @@ async def link(plan: Plan) -> Arm:
     answer: Arm = {"link_mib": plan.link >> 20}
     for name in SHARES:
         answer |= spread(f"ratio_full_over_delta_{name}", ratios(took[FULL], took[name]))
-    for name, runs in found.items():
-        label = FULL if name == FULL else f"delta_{name}"
-        answer |= spread(f"{label}_s", took[name])
-        answer |= spread(f"{label}_sent_share", [one["sent_share"] for one in runs])
     return answer | honest.told(paced=True)

@@ -15,12 +15,12 @@ import asyncio
 import statistics
 from pathlib import Path
 
+from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.processes import cpu_s
 from loadtests.measuring.rounds import Arm, ratios, rotated, spread
 from loadtests.weights import contents
 from loadtests.weights.members.peers import serving, written
-from loadtests.weights.plan import Honest, Plan
-from loadtests.weights.scene import Member, Scene
+from loadtests.weights.scene import Member, Plan, Scene
 
 DTYPE = "bfloat16"
 ARMS = ("pull", "memcpy", "gloo", "http", "parts")
@@ -28,8 +28,6 @@ FILE = "version"
 
 
 class Ends:
-    """Who takes part."""
-
     def __init__(self, scene: Scene, size: int) -> None:
         self.scene, self.size = scene, size
         self.digest = ""
@@ -59,7 +57,6 @@ class Ends:
         )
 
     async def version(self, number: int) -> None:
-        """Stages the next one, in the place of the one before."""
         for path in self.chunks():
             path.unlink()
         await self.publisher.ask("make", size=self.size, dtype=DTYPE, seed=number)
@@ -67,7 +64,6 @@ class Ends:
         await self.engine.ask("spoil")
 
     def chunks(self) -> list[Path]:
-        """The files of the store."""
         return list((self.scene.root(0) / "store").glob("??/*"))
 
     async def pull(self) -> Arm:
@@ -100,7 +96,7 @@ class Ends:
 
 async def one_host(plan: Plan) -> Arm:
     """`pull_share_of_memcpy`, `ratio_gloo`, `ratio_http`, `copies_per_byte`."""
-    honest = Honest()
+    honest = HostMeter()
     found: dict[str, list[Arm]] = {name: [] for name in ARMS}
     copies: list[float] = []
     async with plan.scene() as scene:
@@ -128,9 +124,6 @@ def _told(plan: Plan, found: dict[str, list[Arm]], copies: list[float]) -> Arm:
     for peer in ("gloo", "http"):
         answer |= spread(f"ratio_{peer}", ratios(cpu[peer], cpu["pull"]))
         answer |= spread(f"ratio_{peer}_wall", ratios(wall[peer], wall["pull"]))
-    for name in ARMS[:-1]:
-        answer[f"{name}_s"] = round(statistics.median(wall[name]), 4)
-        answer[f"{name}_cpu_s"] = round(statistics.median(cpu[name]), 4)
     for part in ("hash", "copy"):
         seconds = [one[f"{part}_s"] for one in found["parts"]]
         answer |= spread(f"{part}_share", ratios(seconds, cpu["pull"]))

@@ -16,10 +16,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from loadtests.measuring.meter import kind_of
-from loadtests.measuring.metered import all_events, started
+from loadtests.measuring.metered import HostMeter, all_events, kind_of, started
 from loadtests.measuring.rounds import Arm, spread
-from loadtests.weights.plan import Honest, Plan
+from loadtests.weights.scene import Plan
 from meshrl.common.state import jobs
 from meshrl.common.weights.chunks.chunks import ChunkStore
 from meshrl.common.weights.layout.images import opened
@@ -35,7 +34,7 @@ APART = ("engine", "hybrid", "nursery")  # who hold a version whole by what they
 
 async def changed(plan: Plan) -> Arm:
     """`real_changed_share`: of bfloat16 elements in a step at a learning rate of 1e-6."""
-    honest, found = Honest(), []
+    honest, found = HostMeter(), []
     with tempfile.TemporaryDirectory(
         prefix="meshrl-changed-", dir=plan.directory or None
     ) as scratch:
@@ -64,7 +63,6 @@ async def changed(plan: Plan) -> Arm:
 
 
 def share(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> float:
-    """Of all elements, those that differ in bfloat16."""
     differ = sum(
         int((_bits(before[name]) != _bits(tensor)).sum()) for name, tensor in after.items()
     )
@@ -76,10 +74,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 async def memory(plan: Plan) -> Arm:
-    """`peak_over_share`: the most memory of its own that any process had which is no engine, over
-    a rank's share of the model. `peaks_mib`: of each.
-    """
-    honest = Honest()
+    """`peak_over_share`: most memory of a process but engines, over a rank's share; `peaks_mib`."""
+    honest = HostMeter()
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="meshrl-memory-", dir=plan.directory or None) as made:
         job, out = large_job(Path(made), plan.memory), Path(made) / "run"
@@ -108,7 +104,6 @@ async def memory(plan: Plan) -> Arm:
 
 
 def large_job(directory: Path, size: int) -> Path:
-    """The job of digits with a model of `size` bytes in float32."""
     text = DIGITS.read_text()
     shape = {
         "hidden_size": 1024,

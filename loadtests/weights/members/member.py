@@ -17,98 +17,144 @@ import numpy as np
 import torch
 
 from loadtests.weights import contents, models
+from loadtests.weights.contents import Tensors, staged_whole
 from loadtests.weights.members.orders import obey
 from loadtests.weights.members.peers import download
-from loadtests.weights.members.product import Publishing, Receiving
+from meshrl.common.api.calls.interface import Interface, Look
+from meshrl.common.api.engine import Engine
+from meshrl.common.api.trainer import Restaged, Trainer
+from meshrl.common.api.transfer.deltas import Base
+from meshrl.common.api.weights import STORE, Checkpoint, Weights
 from meshrl.common.base.digest import digest_of
+from meshrl.common.job.config import JobConfig, RolloutConfig, TrainingConfig
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state import jobs, registry, steps
+from meshrl.common.weights import receive
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.delta.sending import DeltaSender
+from meshrl.common.weights.layout.images import load_tensor
 from meshrl.common.weights.store.host_chunks import serve_cache
 
 PIECE_BYTES = 4 << 20  # that are copied together: no more than the smallest tensor has
 
 
-class Publisher:
-    """Holds the tensors of a job, and stages them."""
+class RestageCalls(Interface):
+    """What of a trainer's interface is about versions that the store lacks."""
+
+
+RestageCalls.methods = {
+    name: method for name, method in Trainer.methods.items() if name == "restage"
+}
+
+
+class Publisher(Actor):
+    """Holds the tensors of a job, stages and commits them, as a trainer does."""
+
+    interface = RestageCalls
 
     def __init__(self, mesh: Mesh, job: str) -> None:
-        self.actor = self._publishing = Publishing(mesh, job)
-        self.tensors: contents.Tensors = {}
+        self._mesh, self._job, self._bulk = mesh, job, BulkClient(mesh)
+        self._deltas = DeltaSender(mesh, self._bulk, job, TrainingConfig())
+        self._staged: tuple[str, Tensors, int, int] = ("", {}, 0, 0)  # last, and its manifest
+        self._step = -1
+        self.tensors: Tensors = {}
 
     def make(self, size: int, dtype: str = "bfloat16", seed: int = 0) -> dict[str, Any]:
-        """Tensors of `size` bytes together."""
         self.tensors = contents.drawn(size, contents.DTYPES[dtype], seed)
         return {"bytes": sum(tensor.nbytes for tensor in self.tensors.values())}
 
     def model(self, name: str, seed: int) -> None:
-        """The weights of a model of `loadtests.weights.models`."""
         self.tensors = models.drawn(name, seed)
 
     async def submit(self, run_dir: str) -> None:
-        """Puts the job on record."""
-        await self._publishing.submit(run_dir)
+        document = JobConfig(name=self._job, rollout=RolloutConfig(kv_on_update="keep")).document()
+        await jobs.submit(self._mesh.state, self._job, document, run_dir, f"submit {self._job}")
+        self._step = -1
 
     def resume(self, step: int) -> None:
         """Goes on after the version that another publisher has committed last."""
-        self._publishing.step = step
+        self._step = step
 
     async def commit(self, digest: str) -> dict[str, Any]:
-        """Makes a version the job's current one; when, and its number."""
-        version = await self._publishing.commit(digest)
-        return {"at": time.monotonic(), "version": version}
+        """Make a staged version the job's current one; return when, and its number."""
+        mesh, store = self._mesh, self._mesh.ref(STORE)
+        step = self._step + 1
+        asked = Checkpoint(self._job, 0, step, digest, {"version": step}, {})
+        names = steps.VersionNames(digest, await store.call(Weights.save, asked))
+        begun = (mesh.state, self._job, mesh.name, mesh.token, 0)
+        if step:
+            done = steps.StepCommit(step, [], [], names, {}, {}, covered=step)
+            await steps.commit_step(*begun, done)
+        else:
+            await steps.commit_initial(*begun, names)
+        self._step = step
+        for entry in await registry.entries(mesh.state, "engine"):
+            if entry.alive and entry.name.startswith("engine/"):
+                await mesh.ref(entry.name).cast(Engine.look, Look("version"))
+        return {"at": time.monotonic(), "version": step}
 
     def change(self, share: float, seed: int) -> dict[str, Any]:
-        """Changes so large a share of all elements."""
         count = contents.change(self.tensors, share, seed)
         return {"share": count / sum(tensor.numel() for tensor in self.tensors.values())}
 
     async def stage(self, version: int, lineage: int = 0, deltas: bool = False) -> dict[str, Any]:
-        """Makes what it has a version; its manifest's digest, and when it was staged. `deltas`:
-        begins to make those to it.
-        """
+        """Stage the tensors as a version, and begin the deltas to it if asked."""
         began, used = time.monotonic(), time.process_time()
-        digest = await self._publishing.stage(self.tensors, version, lineage)
+        digest = await self._write(self.tensors, version, lineage)
         staged, cpu = time.monotonic(), time.process_time() - used
         if deltas:
-            await self._publishing.deltas(digest, version, lineage)
+            await self._deltas.begin(Base(lineage, version, digest))
         return {"digest": digest, "staged": staged, "took_s": staged - began, "cpu_s": cpu}
 
+    async def _write(self, tensors: Tensors, version: int, lineage: int) -> str:
+        digest = await staged_whole(self._mesh, self._bulk, self._job, lineage, version, tensors)
+        self._staged = (digest, tensors, version, lineage)
+        return digest
+
+    @call(Trainer.restage)
+    async def restage(self, manifest: str) -> Restaged:
+        digest, tensors, version, lineage = self._staged
+        if digest != manifest:
+            return Restaged(False)
+        return Restaged(await self._write(tensors, version, lineage) == digest)
+
     def identity(self) -> str:
-        """Of what it has."""
         return contents.identity_of(self.tensors)
 
 
 class Receiver:
     """Holds tensors that versions are received into, as an engine does."""
 
-    actor = None
-
     def __init__(self, mesh: Mesh, job: str) -> None:
-        self._receiving = Receiving(mesh, job)
-        self.tensors: contents.Tensors = {}
-        self._beside: contents.Tensors = {}
+        self._receiver = receive.Receiver(mesh, BulkClient(mesh), follows=True)
+        self.tensors: Tensors = {}
+        self._beside: Tensors = {}
 
     def ready(self, size: int, dtype: str = "bfloat16") -> None:
-        """Makes the tensors, whose pages are there then."""
         self.tensors = contents.empty(size, contents.DTYPES[dtype])
 
     def take(self, model: str) -> None:
-        """Makes the tensors of a model of `loadtests.weights.models`."""
         self.tensors = {name: tensor.clone() for name, tensor in models.drawn(model, 0).items()}
 
     async def receive(self, digest: str, at: float = 0.0) -> dict[str, Any]:
-        """Receives a version, from that time on if one is told. `ended`: by the clock that all
-        processes share.
-        """
+        """Receive a version, at a time of the clock that all processes share if one is given."""
         if at:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
         began, used = time.monotonic(), time.process_time()
-        about = await self._receiving.receive(digest, self.tensors)
+        image = await self._receiver.receive(digest)
+        for name, target in self.tensors.items():
+            load_tensor(image.tensors, name, target)
         ended = time.monotonic()
-        cpu = time.process_time() - used
-        return {"began": began, "ended": ended, "took_s": ended - began, "cpu_s": cpu} | about
+        return {
+            "began": began,
+            "ended": ended,
+            "took_s": ended - began,
+            "cpu_s": time.process_time() - used,
+            "copies_per_byte": image.copied_bytes / max(1, image.bytes),
+        }
 
     def identity(self) -> str:
-        """Of what it has now."""
         return contents.identity_of(self.tensors)
 
     def spoil(self) -> None:
@@ -126,7 +172,6 @@ class Receiver:
         return {"took_s": time.monotonic() - began, "cpu_s": time.process_time() - used}
 
     def download(self, port: int, name: str) -> dict[str, Any]:
-        """A file from a stock server of HTTP."""
         return download(port, name, self.tensors)
 
     def parts(self, files: list[str]) -> dict[str, Any]:
@@ -161,14 +206,11 @@ class Receiver:
 class Agent:
     """Serves on what its host has received, as the host's agent does."""
 
-    actor = None
-
     def __init__(self, mesh: Mesh, job: str) -> None:
         self.bulk = serve_cache(mesh)
 
     @property
     def address(self) -> str:
-        """Of its bulk port."""
         return self.bulk.address if self.bulk is not None else ""
 
 
@@ -185,7 +227,8 @@ async def main(which: str, name: str, job: str) -> None:
     make, kind = KINDS[which]
     mesh = await Mesh.open(name, kind, MeshSettings.from_env(), job)
     member = make(mesh, job)
-    await mesh.join(member.actor, bulk_address=getattr(member, "address", ""))
+    actor = member if isinstance(member, Actor) else None
+    await mesh.join(actor, bulk_address=getattr(member, "address", ""))
     await obey(member)
     os._exit(0)  # without a word to the mesh: whoever made it ends it
 

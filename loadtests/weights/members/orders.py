@@ -14,9 +14,7 @@ from meshrl.common.mesh.process.entry.child import ChildChannel
 
 
 async def obey(member: object) -> None:
-    """Does what it is told until the other end closes: `order` calls `member.order(...)`, which may
-    be a coroutine. What one raises is answered as `error`.
-    """
+    """Call `member.order(...)` for each order until the other end closes; answer errors as such."""
     channel, loop = ChildChannel.from_env(), asyncio.get_running_loop()
     orders: asyncio.Queue[bytes | None] = asyncio.Queue()
 

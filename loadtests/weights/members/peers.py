@@ -31,14 +31,11 @@ MEET_S = 60.0
 
 
 class Broadcasting:
-    """One of two ranks."""
-
     def __init__(self, rank: int, meeting: str) -> None:
         self._rank, self._meeting = rank, meeting
         self.tensors: contents.Tensors = {}
 
     def ready(self, size: int, dtype: str = "bfloat16") -> None:
-        """Makes the tensors, and meets the other rank."""
         kind = contents.DTYPES[dtype]
         self.tensors = (contents.empty if self._rank else contents.drawn)(size, kind)
         dist.init_process_group(
@@ -51,7 +48,6 @@ class Broadcasting:
         self.broadcast()  # which connects them
 
     def broadcast(self) -> dict[str, Any]:
-        """Once, tensor by tensor."""
         began, used = time.monotonic(), time.process_time()
         for tensor in self.tensors.values():
             dist.broadcast(tensor, 0)
@@ -80,14 +76,12 @@ def serving(directory: Path) -> Iterator[tuple[int, int]]:
 
 
 def written(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Their bytes, one after the other."""
     with path.open("wb") as file:
         for tensor in tensors.values():
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def download(port: int, name: str, into: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """A file into tensors that are there."""
     began, used = time.monotonic(), time.process_time()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=MEET_S)
     try:

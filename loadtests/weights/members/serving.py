@@ -68,7 +68,6 @@ class Serving:
         return self.stats() | {"lineage": self._service.weights.lineage, "error": error}
 
     async def looks(self) -> None:
-        """As a hint that a step was committed."""
         self._service.weights.changed.set()
 
     async def puts(self, seeds: list[int]) -> list[float]:
@@ -166,7 +165,6 @@ class Shard:
         return ids
 
     async def generates(self, engine: str, count: int, most: int) -> None:
-        """Keeps so many requests running for `most` tokens each; does not wait for them."""
         await self._submit(engine, count, most, greedy=False)
 
     async def greedy(self, engine: str, most: int, within_s: float = 60.0) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from loadtests.conformance import judge
-from loadtests.conformance.graded import graded
+from loadtests.conformance.__main__ import offenders, rates
 from loadtests.conformance.judge import Verdict
-from loadtests.conformance.rates import offenders, rates
-from loadtests.conformance.rows import ALL, edited
+from loadtests.conformance.rows import ALL, edited, graded
 from meshrl.common.api.sandbox import OK, RAISED, UNSUPPORTED
 from meshrl.services.sandbox.outcomes import Answer
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.damage.__main__ import ALL, summary
-from loadtests.damage.files import KINDS
-from loadtests.damage.harms import HARMS, harm
+from loadtests.damage.files import HARMS, KINDS, harm
 
 CONTENT = bytes(range(64))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from loadtests.mistakes.__main__ import attempt
 from loadtests.mistakes.mistake import ALL
 from loadtests.mistakes.preparing import PREPARATIONS
-from loadtests.mistakes.trying import attempt
 
 WRONG_TYPE = next(m for m in ALL if m.name == "job: wrong type")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loadtests.soak.slopes import rise, second_half, share, slope
+from loadtests.soak.__main__ import rise, second_half, share, slope
 
 
 def test_a_slope_is_that_of_most_pairs() -> None:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from loadtests.zebra.__main__ import beside_the_simulator
-from loadtests.zebra.arms import COUNT, MICROS, Setting, arms
-from loadtests.zebra.gang import bin_of
+from loadtests.zebra.gang import COUNT, MICROS, Setting, arms, bin_of
 
 
 def test_all_arms_compute_as_many_sequences() -> None:
@@ -39,4 +38,7 @@ def test_what_is_not_hidden_makes_the_step_longer_than_with_free_links() -> None
     told = {"zebra_s": 5.0, "free_s": 4.8, "ratio_distep": 1.5}
     found = beside_the_simulator(setting, steps, told)
     assert found["overlap_share"] == pytest.approx(0.9)
-    assert found["zebra_attention_utilisation"] == 0.8
+    simulated = setting.simulated(asymmetric=False)
+    wanted = (simulated.attention_utilisation, simulated.experts_utilisation)
+    error = max(abs(0.8 - utilisation) for utilisation in wanted)
+    assert found["utilisation_error"] == pytest.approx(error, abs=1e-3)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from loadtests.weights.whole import staged_whole
+from loadtests.weights.contents import staged_whole
 from meshrl.common.api.transfer.bulk import GROUPS
 from meshrl.common.api.weights import STORE, Checkpoint, Weights
 from meshrl.common.base.errors import NotFound

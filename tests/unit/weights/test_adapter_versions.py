@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loadtests.weights.whole import staged_whole
+from loadtests.weights.contents import staged_whole
 from meshrl.common.api.weights import STORE, Base, Fetch, Manifest, Weights
 from meshrl.common.base.errors import MeshError
 from meshrl.common.weights.layout.manifest import Rows, by_chunk, read_whole

@@ -14,7 +14,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from loadtests.weights.whole import staged_whole
+from loadtests.weights.contents import staged_whole
 from meshrl.common.api.transfer.deltas import (
     AskDeltas,
     Base,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from loadtests.weights.whole import staged_whole
+from loadtests.weights.contents import staged_whole
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.receive import Receiver
 from meshrl.services.weights.export import read_tensors

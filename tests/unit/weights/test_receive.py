@@ -16,7 +16,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from loadtests.weights.whole import staged_whole
+from loadtests.weights.contents import staged_whole
 from meshrl.common.api.weights import STORE
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.encoding.blob import pack

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadtests.measuring.unrenewed import own_keys, unrenewed
+from loadtests.measuring.meshed import own_keys, unrenewed
 from meshrl.common.api.engine import Engine, Stored
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import BadMessage

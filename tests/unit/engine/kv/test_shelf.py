@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtests.measuring.unrenewed import own_keys, unrenewed
+from loadtests.measuring.meshed import own_keys, unrenewed
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files.file_locks import lies_at, unheld
 from meshrl.common.generation import kv_directories
@@ -202,7 +202,7 @@ def test_a_session_that_may_go_on_keeps_what_older_weights_computed(tmp_path: Pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from loadtests.measuring.unrenewed import own_keys, unrenewed
+from loadtests.measuring.meshed import own_keys, unrenewed
 from meshrl.services.engine.kv.opening import shelves_of
 from meshrl.services.engine.kv.shelf import KVTier
 on = KVTier("disk", Path(sys.argv[1]), 1 << 20, lambda: 2e9)

@@ -1,7 +1,8 @@
 """Runs families of the corpus, as the user that it is started as: one JSON object for each.
 
 `python -m tests.unit.sandbox.escapes.runner TIER CANARY FAMILY...`; a tier may be `runsc`, a family
-one of FORGING or POISONING, too. With `--all` also what is known not to be contained.
+one of FORGING or POISONING, too; none: the corpus. With `--all` also what is known not to be
+contained.
 """
 
 from __future__ import annotations
@@ -308,7 +309,7 @@ def main(tier: str, canary: Path, families: list[str]) -> None:
         Path(directory).chmod(0o755)
         own = Path(directory) / "own"
         own.write_text("mine")
-        found = asyncio.run(run(tier, canary, own, families))
+        found = asyncio.run(run(tier, canary, own, families or list(FAMILIES)))
     print(json.dumps({"user": os.getuid(), "families": found}))
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtests.simulator.paced import spec_of
+from loadtests.simulator.__main__ import spec_of
 from meshrl.common.state.pool.demand.needs import Need
 from meshrl.common.state.pool.placing.decisions import Form
 from meshrl.services.planner.decide import decide

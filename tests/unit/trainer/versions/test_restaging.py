@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loadtests.weights.whole import staged_whole
+from loadtests.weights.contents import staged_whole
 from meshrl.common.api.trainer import Restaged
 from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.common.weights.layout.laying import How, Laid

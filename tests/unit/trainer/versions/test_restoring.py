@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from loadtests.weights.whole import staged_whole
+from loadtests.weights.contents import staged_whole
 from meshrl.common.api.weights import STORE, Fetch, Weights
 from meshrl.common.base.errors import ConfigError, Damaged
 from meshrl.common.job.bundle.job_data import JobData

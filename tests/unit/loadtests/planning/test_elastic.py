@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from loadtests.elastic.__main__ import JOB, MOST
-from loadtests.elastic.figures import figures, good
+from loadtests.elastic.__main__ import JOB, MOST, figures, good
 from loadtests.paced.job import lengths
 from loadtests.paced.running import Arm, ratio_span, take
 from meshrl.common.state.events import Event

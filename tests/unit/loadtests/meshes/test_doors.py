@@ -28,7 +28,7 @@ from tests.load import scaled
 from tests.meshes import PATIENT, keys_of
 from tests.unit.common.mesh.runtime.talking import Talker
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TRIES_S = 90.0
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

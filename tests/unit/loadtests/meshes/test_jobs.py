@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from loadtests.jobs.mesh import Seen, workers_by_job
-from loadtests.jobs.moving import others_rate, role_changes
-from loadtests.jobs.sharing import max_min
+from loadtests.jobs.sharing import max_min, others_rate, role_changes
 from meshrl.common.state.events import Event
 from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
 
