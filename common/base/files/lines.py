@@ -110,7 +110,7 @@ def whole(path: Path, *holding: str) -> Iterator[Row]:
     """The whole rows of a file that somebody may be writing, one by one; only of lines that hold
     one of some texts, if any are given.
     """
-    if not path.is_file():
+    if not path.exists():
         return
     wanted = [text.encode() for text in holding]
     with path.open("rb") as file:
