@@ -193,9 +193,10 @@ class Copying:
         copy.remove(f"{of_job(row.id)}/files/{digest}" for digest in unneeded)
 
     def _put(self, copy: DurableCopy, job: str, digest: str, path: Path) -> None:
-        if not path.exists():
-            raise NotFound(f"{path} is missing")
-        size = path.stat().st_size
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:  # also of a checkpoint that goes at this moment
+            raise NotFound(f"{path} is missing") from None
         copy.put(job, digest, path)
         self.bytes += size
 
