@@ -289,7 +289,8 @@ class LogPrinter:
                 if passed := file.pass_over(BEHIND_BYTES):
                     unread = f"{passed} bytes of {path.name} were not printed"
                     self._tell(f"{unread}: nobody read fast enough", "warning")
-                bound_file(path)
+                if passed or not file.behind:  # what is to be printed yet would be lost untold
+                    bound_file(path)
         return any(file.behind for file in self._files.values())
 
     def _tell(self, event: str, level: str) -> None:

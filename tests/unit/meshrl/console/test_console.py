@@ -18,7 +18,7 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.console import console
-from meshrl.launch.console.console import Followed
+from meshrl.launch.console.console import PART_BYTES, Followed
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
@@ -182,6 +182,22 @@ def test_a_file_that_is_too_long_starts_again_once_it_was_printed_or_told(tmp_pa
         assert "this log goes on from" in json.loads(lines.readline())["event"]
         following.end()
     assert log.stat().st_size < 1000 and log.with_name(f"{log.name}.1").stat().st_size > LOG_BYTES
+    os.close(writes)
+
+
+def test_a_file_that_is_too_long_is_printed_before_it_starts_again(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    log, many = tmp_path / "engine-0.log", 3 * PART_BYTES // 1024
+    log.touch()
+    os.truncate(log, LOG_BYTES)
+    following = console.LogPrinter(tmp_path, writes)
+    with log.open("ab") as file:
+        file.write(many * (1023 * b"z" + b"\n"))
+    following.start()
+    with os.fdopen(reads) as lines:
+        told = [json.loads(lines.readline())["event"] for _ in range(many + 1)]
+        following.end()
+    assert told[:many] == many * ["z" * 1023] and "this log goes on from" in told[-1]
     os.close(writes)
 
 
