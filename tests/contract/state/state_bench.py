@@ -181,6 +181,30 @@ class Seats:
             ),
         )
 
+    async def fill(self, scored: int = 2) -> list[groups.AdmittedGroup]:
+        """Finish all groups that the gate admits now."""
+        opened = await self.admit()
+        for group in opened:
+            await self.finish(group, scored)
+        return opened
+
+    async def drop(self, group: int, why: str, op: str) -> None:
+        await groups.group_dropped(self.state, JOB, SHARD, self.shard, group, why, op)
+
+    async def requeue(self, group: int, why: str, op: str) -> None:
+        await groups.group_requeued(self.state, JOB, SHARD, self.shard, group, why, op)
+
+    async def train(self, step: int, **more: Any) -> None:
+        """Fill the gate, lease and commit the step."""
+        await self.fill()
+        await self.commit(step, await self.leased(step), **more)
+
+    async def go_back(self, version: int, saved: dict[str, Any] | None = None) -> int:
+        """Open a lineage from a version of the first one."""
+        names = steps.VersionNames(f"m0.{version}", f"c{version}")
+        whose = self.state, JOB, TRAINER, self.trainer
+        return await steps.open_lineage(*whose, version, names, "op", saved)
+
     async def step(self, step: int) -> list[int]:
         """A whole step: leases and commits."""
         taken = await self.leased(step)
@@ -189,11 +213,8 @@ class Seats:
 
 
 async def trained_to(bench: Bench, seats: Seats, version: int) -> None:
-    while (await jobs.job(bench.state, JOB)).version < version:
-        for group in await seats.admit():
-            await seats.finish(group)
-        step = (await jobs.job(bench.state, JOB)).version + 1
-        await seats.commit(step, await seats.leased(step))
+    while (done := (await jobs.job(bench.state, JOB)).version) < version:
+        await seats.train(done + 1)
 
 
 def document(

@@ -131,9 +131,7 @@ async def test_a_recorder_whose_file_is_gone_is_told_and_goes_on_from_what_rows_
         for group in admitted:
             await seats.finish(group, scored=1 if group.group % 3 == 0 else 2)
         await seats.commit(step, await seats.leased(step), covered=2)
-    await groups.group_requeued(
-        state, JOB, SHARD, seats.shard, (await seats.admit())[0].group, "host_lost", "op"
-    )
+    await seats.requeue((await seats.admit())[0].group, "host_lost", "op")
     start = await readers.join(state, RECORDER, "0", "/runs/job")
     seen = await events.read_all(state, start)
     await readers.note(state, RECORDER, seen[-1].id, "/runs/job")
@@ -157,9 +155,7 @@ async def test_a_recorder_whose_file_is_gone_is_told_and_goes_on_from_what_rows_
     assert (account["lost"], account["trained_twice"]) == (0, 0)
 
     # The steps since the checkpoint may be left behind later: they are counted once then too.
-    await steps.open_lineage(
-        state, JOB, TRAINER, seats.trainer, 2, steps.VersionNames("m0.2", "c2"), "op"
-    )
+    await seats.go_back(2)
     recorded = await events.read_all(state, on)
     account = accounting.account(recorded, (await groups.in_flight(state, JOB)).samples, JOB)
     assert (account["lost"], account["trained_twice"]) == (0, 0)
@@ -191,9 +187,7 @@ async def test_a_job_that_is_resumed_on_its_mesh_misses_nothing_of_its_own(bench
 async def test_rows_of_steps_go_when_they_are_recorded_and_covered(bench: Bench) -> None:
     seats, state = await bench.training_job(max_staleness=3), bench.state
     for step in range(1, 7):
-        for group in await seats.admit():
-            await seats.finish(group)
-        await seats.commit(step, await seats.leased(step), covered=max(-1, step - 2))
+        await seats.train(step, covered=max(-1, step - 2))
 
     async def left(recorded: int) -> list[int]:
         await readers.note(state, RECORDER, await events.last_id(state), "", step=recorded)
@@ -204,9 +198,7 @@ async def test_rows_of_steps_go_when_they_are_recorded_and_covered(bench: Bench)
     assert await left(2) == [3, 4, 5, 6]
     assert await left(6) == [4, 5, 6]  # a checkpoint is of the first, and none covers the others
     assert [r.step for r in await steps.step_records(state, JOB, 4)] == [5, 6]
-    await steps.open_lineage(
-        state, JOB, TRAINER, seats.trainer, 4, steps.VersionNames("m0.4", "c4"), "op"
-    )
+    await seats.go_back(4)
     for step in (5, 6):  # made again, and not recorded yet
         await seats.commit(step, await seats.leased(step), lineage=1, covered=step)
     await trimmed(bench)
@@ -310,8 +302,7 @@ async def test_what_real_servers_let_go_of_is_the_same(bench: Bench) -> None:
 
 async def step(seats: Seats, number: int) -> None:
     """One whole step, covered by a checkpoint as in a run."""
-    for group in await seats.admit():
-        await seats.finish(group)
+    await seats.fill()
     covered = (number - 1) // CHECKPOINT_EVERY * CHECKPOINT_EVERY
     await seats.commit(number, await seats.leased(number), covered=covered)
 

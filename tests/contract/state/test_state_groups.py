@@ -60,9 +60,7 @@ async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None
 
 async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
     seats = await bench.training_job()
-    for group in await seats.admit():
-        await seats.finish(group)
-    await seats.step(1)
+    await seats.train(1)
     await jobs.set_phase(bench.state, JOB, jobs.Phase.STOPPED, seats.trainer, TRAINER)
     assert await seats.admit() == []
     for _ in range(2):
@@ -78,9 +76,7 @@ async def test_a_person_stops_a_job_without_a_lease_and_it_goes_on_where_it_was(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job()
-    for group in await seats.admit():
-        await seats.finish(group)
-    await seats.step(1)
+    await seats.train(1)
     for _ in range(2):
         assert await jobs.cancel(bench.state, JOB, "op")
     assert (await jobs.job(bench.state, JOB)).phase == "stopped"
@@ -227,9 +223,7 @@ async def test_a_dropped_group_returns_its_admission_but_not_its_prompt(bench: B
     seats = await bench.training_job()
     opened = await seats.admit()
     for _ in range(2):
-        await groups.group_dropped(
-            bench.state, JOB, SHARD, seats.shard, opened[0].group, "tool_failed", "op"
-        )
+        await seats.drop(opened[0].group, "tool_failed", "op")
     again = await seats.admit()
     assert [(g.group, g.prompt) for g in again] == [(6, 6)]
     row = await jobs.job(bench.state, JOB)
@@ -240,9 +234,7 @@ async def test_a_lost_group_returns_its_admission_and_its_prompt_goes_first(benc
     seats = await bench.training_job()
     opened = await seats.admit()
     for _ in range(2):
-        await groups.group_requeued(
-            bench.state, JOB, SHARD, seats.shard, opened[1].group, "host_lost", "op"
-        )
+        await seats.requeue(opened[1].group, "host_lost", "op")
     again = await seats.admit()
     assert [(g.group, g.prompt) for g in again] == [(6, 1)]
     row = await jobs.job(bench.state, JOB)
@@ -273,8 +265,7 @@ async def test_a_step_that_is_not_next_leases_nothing(bench: Bench) -> None:
 
 async def test_a_new_trainer_leases_what_its_predecessor_had(bench: Bench) -> None:
     seats = await bench.training_job()
-    for group in await seats.admit():
-        await seats.finish(group)
+    await seats.fill()
     old = seats.trainer
     taken = await seats.leased(1)
     seats.trainer = await bench.seat(TRAINER)
@@ -318,9 +309,7 @@ async def test_a_requeued_prompt_is_not_passed_over_for_longer(bench: Bench) -> 
     slow, other = await seats.admit()
     await seats.finish(other)
     await seats.step(1)
-    await groups.group_requeued(
-        bench.state, JOB, SHARD, seats.shard, slow.group, "environment_lost", "op"
-    )
+    await seats.requeue(slow.group, "environment_lost", "op")
     successor, younger = await seats.admit()
     assert successor.prompt == slow.prompt
     await seats.finish(younger)

@@ -168,14 +168,10 @@ async def ended_job(bench: Bench, steps: int = 3) -> None:
     seats = await bench.training_job()
     await groups.claim_shard(bench.state, JOB, SHARD, seats.shard)
     for number in range(1, steps + 1):
-        for group in await seats.admit():
-            await seats.finish(group)
-        await seats.commit(number, await seats.leased(number))
+        await seats.train(number)
     opened = await seats.admit()
     await seats.finish(opened[0])
-    await groups.group_requeued(
-        bench.state, JOB, SHARD, seats.shard, opened[1].group, "lost", uuid.uuid4().hex
-    )
+    await seats.requeue(opened[1].group, "lost", uuid.uuid4().hex)
     await jobs.record_evaluation(
         bench.state, JOB, jobs.RecordedResult("step-0", 0, 0, {}), TRAINER, seats.trainer
     )

@@ -54,27 +54,20 @@ async def test_a_registered_process_is_found_with_all_it_said(state: State) -> N
     assert found.expires_ms - found.renewed_ms == LONG_MS
 
 
-async def test_a_name_nobody_took_is_not_found(state: State) -> None:
+async def test_entries_are_found_by_name_and_by_kind(state: State) -> None:
     assert await registry.lookup(state, "rollout/0") is None
     assert await registry.entries(state) == []
-
-
-async def test_entries_can_be_asked_for_by_kind(state: State) -> None:
     await registry.register(state, entry("a"))
     await registry.register(state, Entry("weights", "weights", incarnation="b"))
     assert [found.name for found in await registry.entries(state, "weights")] == ["weights"]
     assert len(await registry.entries(state)) == 2
 
 
-async def test_a_live_name_is_refused_to_another_incarnation(state: State) -> None:
-    await registry.register(state, entry("a"), LONG_MS)
-    with pytest.raises(Refused, match="rollout/0"):
-        await registry.register(state, entry("b"), LONG_MS)
-
-
-async def test_registering_twice_gives_the_same_token(state: State) -> None:
+async def test_a_live_name_belongs_to_one_incarnation(state: State) -> None:
     first = await registry.register(state, entry("a"), LONG_MS)
     assert await registry.register(state, entry("a"), LONG_MS) == first
+    with pytest.raises(Refused, match="rollout/0"):
+        await registry.register(state, entry("b"), LONG_MS)
 
 
 async def test_twenty_contenders_for_a_name_leave_one_holder(state: State) -> None:

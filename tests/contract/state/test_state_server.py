@@ -83,14 +83,11 @@ async def test_replies_that_are_lost_change_nothing(server: Server) -> None:
         bench = Bench(state, None)
         seats = await bench.training_job()
         for step in (1, 2, 3):
-            for group in await seats.admit():
-                await seats.finish(group)
+            await seats.fill()
             taken = await seats.leased(step)
             await seats.commit(step, taken, filtered=(taken[0],))
         [lost] = await seats.admit(1)
-        await groups.group_requeued(
-            state, JOB, SHARD, seats.shard, lost.group, "host_lost", uuid.uuid4().hex
-        )
+        await seats.requeue(lost.group, "host_lost", uuid.uuid4().hex)
         row, now = await jobs.job(state, JOB), await groups.in_flight(state, JOB)
         terms = accounting.account(await events.read_all(state), now.samples)
         await state.close()
@@ -304,9 +301,7 @@ async def test_two_losses_from_one_checkpoint_share_neither_lineage_nor_groups(
     bench: Bench,
 ) -> None:
     seats = await bench.training_job()
-    for group in await seats.admit():
-        await seats.finish(group)
-    await seats.step(1)
+    await seats.train(1)
     saved = await steps.checkpoint_state(bench.state, JOB)
     saved |= {"manifest": "m0.1", "checkpoint": "c1"}
 

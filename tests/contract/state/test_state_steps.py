@@ -26,13 +26,6 @@ async def account(bench: Bench) -> dict[str, int]:
     return accounting.account(await events.read_all(bench.state), now.samples, JOB)
 
 
-async def fill(seats: Seats, scored: int = 2) -> list[groups.AdmittedGroup]:
-    opened: list[groups.AdmittedGroup] = await seats.admit()
-    for group in opened:
-        await seats.finish(group, scored)
-    return opened
-
-
 async def test_the_first_weights_are_version_zero_once(bench: Bench) -> None:
     seats = await bench.training_job()
     await steps.commit_initial(
@@ -48,7 +41,7 @@ async def test_the_first_weights_are_version_zero_once(bench: Bench) -> None:
 
 async def test_a_step_becomes_the_current_version_and_ends_its_groups(bench: Bench) -> None:
     seats = await bench.training_job(groups_per_step=2)
-    await fill(seats)
+    await seats.fill()
     taken = await seats.leased(1)
     assert await seats.commit(1, taken, filtered=(taken[0],)) == Committed(1, False)
     row = await jobs.job(bench.state, JOB)
@@ -68,16 +61,14 @@ async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_fai
 ) -> None:
     seats = await bench.training_job(groups_per_step=1)
     dropped, first, second = await seats.admit()
-    await groups.group_dropped(bench.state, JOB, SHARD, seats.shard, dropped.group, "failed", "d")
+    await seats.drop(dropped.group, "failed", "d")
     await seats.finish(first, scored=1)
     await seats.step(1)
     await seats.finish(second)
     await seats.step(2)
     rows = await steps.step_rows(bench.state, JOB)
     assert [row["failed_share"] for row in rows] == [3 / 4, 0.0]
-    lineage = await steps.open_lineage(
-        bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "again"
-    )
+    lineage = await seats.go_back(1)
     taken = await seats.leased(2)
     await seats.commit(2, taken, lineage=lineage)
     assert (await steps.step_rows(bench.state, JOB))[-1]["failed_share"] == 0.0
@@ -85,7 +76,7 @@ async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_fai
 
 async def test_a_commit_sent_twice_is_one_step(bench: Bench) -> None:
     seats = await bench.training_job()
-    await fill(seats)
+    await seats.fill()
     taken = await seats.leased(1)
     assert await seats.commit(1, taken) == Committed(1, False)
     assert await seats.commit(1, taken) == Committed(1, True)
@@ -96,7 +87,7 @@ async def test_a_commit_sent_twice_is_one_step(bench: Bench) -> None:
 
 async def test_a_zombie_trainer_commits_nothing(bench: Bench) -> None:
     seats = await bench.training_job()
-    await fill(seats)
+    await seats.fill()
     taken = await seats.leased(1)
     zombie = Seats(bench.state, seats.shard, seats.trainer)
     seats.trainer = await bench.seat(TRAINER)
@@ -112,7 +103,7 @@ async def test_a_zombie_trainer_commits_nothing(bench: Bench) -> None:
 
 async def test_a_step_takes_all_that_it_leased_and_nothing_else(bench: Bench) -> None:
     seats = await bench.training_job()
-    await fill(seats)
+    await seats.fill()
     taken = await seats.leased(1)
     with pytest.raises(Refused, match="accounts for 1"):
         await seats.commit(1, taken[:1])
@@ -126,7 +117,7 @@ async def test_a_step_takes_all_that_it_leased_and_nothing_else(bench: Bench) ->
 
 async def test_members_that_failed_are_typed_drops_of_the_step(bench: Bench) -> None:
     seats = await bench.training_job(group_size=4)
-    await fill(seats, scored=3)
+    await seats.fill(scored=3)
     await seats.step(1)
     terms = await account(bench)
     assert (terms["trained"], terms["typed_drops"], terms["lost"]) == (6, 2, 0)
@@ -135,16 +126,14 @@ async def test_members_that_failed_are_typed_drops_of_the_step(bench: Bench) -> 
 
 async def test_the_last_step_of_the_budget_starts_the_evaluation(bench: Bench) -> None:
     seats = await bench.training_job(steps=1)
-    await fill(seats)
-    await seats.step(1)
+    await seats.train(1)
     assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
 
 
 async def test_steps_are_read_in_order_with_their_metrics(bench: Bench) -> None:
     seats = await bench.training_job()
     for step in (1, 2, 3):
-        await fill(seats)
-        await seats.step(step)
+        await seats.train(step)
     rows = await steps.step_rows(bench.state, JOB)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["reward"] == 0.5 and rows[0]["trained"] == 4 and rows[0]["lengths"] == []
@@ -156,22 +145,19 @@ async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
 ) -> None:
     seats = await bench.training_job()
     for step in (1, 2):
-        await fill(seats)
-        await seats.step(step)
+        await seats.train(step)
     found = await steps.step_records(bench.state, JOB)
     assert [record.step for record in found] == [1, 2]
     assert found[0].record == {"bins": [[0, 1]]}
     assert [row.digest for row in found[0].groups] == ["digest0", "digest1"]
-    await fill(seats)
-    await seats.commit(3, await seats.leased(3), covered=1)
+    await seats.train(3, covered=1)
     assert [record.step for record in await steps.step_records(bench.state, JOB)] == [2, 3]
     assert len(await steps.step_rows(bench.state, JOB)) == 3
 
 
 async def test_a_checkpoint_beside_the_steps_covers_the_current_version(bench: Bench) -> None:
     seats = await bench.training_job()
-    await fill(seats)
-    await seats.step(1)
+    await seats.train(1)
     open_before = await steps.checkpoint_state(bench.state, JOB)
     for lineage, step in ((0, 0), (1, 1)):
         with pytest.raises(Refused, match="not the current one"):
@@ -185,19 +171,16 @@ async def test_a_checkpoint_beside_the_steps_covers_the_current_version(bench: B
     assert (row.version, row.checkpoint) == (1, "beside")
     assert await steps.step_records(bench.state, JOB) == []
     assert await steps.checkpoint_state(bench.state, JOB) == open_before
-    await fill(seats)
-    await seats.step(2)  # goes on
+    await seats.train(2)  # goes on
 
 
 async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> None:
     seats = await bench.training_job()
-    first = await fill(seats)
+    first = await seats.fill()
     for step in (1, 2):
         await seats.step(step)
     for _ in range(2):
-        lineage = await steps.open_lineage(
-            bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
-        )
+        lineage = await seats.go_back(1)
         assert lineage == 1
     row = await jobs.job(bench.state, JOB)
     assert (row.lineage, row.version, row.manifest, row.trained) == (1, 1, "m0.1", 4)
@@ -214,12 +197,10 @@ async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> 
 async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench: Bench) -> None:
     seats = await bench.training_job(max_staleness=1)
     for step in (1, 2, 3):
-        await fill(seats)
-        await seats.step(step)
+        await seats.train(step)
     ready, slow = (await seats.admit())[:2]  # version 3; two more were open before
     await seats.finish(ready)
-    back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
+    await seats.go_back(1)
 
     open_ = {group.group: group for group in await groups.open_groups(bench.state, JOB, SHARD)}
     assert open_[slow.group].version == 1, "an engine of the new lineage must be able to serve it"
@@ -239,8 +220,7 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
         await seats.commit(step, [row.group for row in rows], lineage=1)
     assert len(seen) == 4
     assert isinstance(await seats.lease(4), groups.LeaseWait), "the others count as of version 1"
-    for group in await seats.admit():
-        await seats.finish(group)
+    await seats.fill()
     assert {row.foreign_above for row in await leased(4)} == {NATIVE}
     stale = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
     told = [one for e in stale for one in e.fields["groups"]]
@@ -252,12 +232,9 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
 async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) -> None:
     seats = await bench.training_job()
     for step in (1, 2):
-        await fill(seats)
-        await seats.commit(step, await seats.leased(step), covered=step)
+        await seats.train(step, covered=step)
     with pytest.raises(Refused, match="covered"):
-        await steps.open_lineage(
-            bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
-        )
+        await seats.go_back(1)
     with pytest.raises(Refused, match="current version is 2"):
         await steps.open_lineage(
             bench.state, JOB, TRAINER, seats.trainer, 3, steps.VersionNames("m", "c"), "op2"
@@ -268,21 +245,19 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
     bench: Bench,
 ) -> None:
     seats = await bench.training_job(max_staleness=2)
-    await fill(seats)
+    await seats.fill()
     taken = await seats.leased(1)
     saved = await steps.checkpoint_state(bench.state, JOB, taken)
     await seats.commit(1, taken, covered=1)
     for step in (2, 3, 4):
-        await fill(seats)
-        await seats.commit(step, await seats.leased(step), covered=2)
+        await seats.train(step, covered=2)
     slow = (await seats.admit())[0]
-    await groups.group_dropped(bench.state, JOB, SHARD, seats.shard, slow.group, "bad", "drop")
+    await seats.drop(slow.group, "bad", "drop")
     before = await account(bench)
     assert (before["lost"], before["typed_drops"]) == (0, 2)
 
-    back = bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
     for _ in range(2):
-        assert await steps.open_lineage(*back, saved) == 1
+        assert await seats.go_back(1, saved) == 1
     row = await jobs.job(bench.state, JOB)
     assert (row.version, row.trained, row.typed_drops) == (1, 4, 0)
     assert row.host_lost == 4 + 2, "of step 2, which is covered, and of what was dropped"
@@ -307,8 +282,7 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
     waiting = await bench.state.command("LRANGE", "{job}:requeue", 0, -1)
     assert waiting == [f"{prompt}:0" for prompt in sorted(given[group] for group in gone)]
     for step in (2, 3):
-        await fill(seats)
-        await seats.commit(step, await seats.leased(step), lineage=1)
+        await seats.train(step, lineage=1)
     terms = await account(bench)
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (12, 0, 0)
     inside = await groups.in_flight(bench.state, JOB)
@@ -319,7 +293,7 @@ async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench:
     seats = await bench.training_job(groups_per_step=2)
     saved = {}
     for step in (1, 2):
-        await fill(seats)
+        await seats.fill()
         taken = await seats.leased(step)
         saved[step] = await steps.checkpoint_state(bench.state, JOB, taken)
         saved[step] |= {"manifest": f"m0.{step}", "checkpoint": f"c{step}"}
@@ -327,13 +301,11 @@ async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench:
     await bench.state.command("FLUSHALL")
     await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved[2])
     seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
-    await fill(seats)
-    back = bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
-    assert await steps.open_lineage(*back, saved[1]) == 2
+    await seats.fill()
+    assert await seats.go_back(1, saved[1]) == 2
     terms = await account(bench)
     assert (terms["trained"], terms["lost"]) == (saved[1]["counts"]["trained"], 0)
-    await fill(seats)
-    await seats.commit(2, await seats.leased(2), lineage=2)
+    await seats.train(2, lineage=2)
     terms = await account(bench)
     assert (terms["lost"], terms["trained_twice"]) == (0, 0)
 
@@ -344,7 +316,7 @@ async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(benc
     for group in opened[:4]:
         await seats.finish(group)
     await seats.step(1)
-    await groups.group_requeued(bench.state, JOB, SHARD, seats.shard, 5, "host_lost", "op")
+    await seats.requeue(5, "host_lost", "op")
     taken = await seats.leased(2)
     saved = await steps.checkpoint_state(bench.state, JOB, taken)
     assert (saved["version"], saved["steps_done"], saved["lineage"]) == (2, 2, 0)
@@ -365,9 +337,7 @@ async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(benc
     assert [group.prompt for group in again] == [5, 4, 6, 7, 8, 9]
     assert again[0].group > 1000
     with pytest.raises(Refused, match="covered"):
-        await steps.open_lineage(
-            bench.state, JOB, TRAINER, seats.trainer, 1, steps.VersionNames("m0.1", "c1"), "op"
-        )
+        await seats.go_back(1)
     for group in again:
         await seats.finish(group)
     await seats.commit(3, await seats.leased(3), lineage=1)
@@ -436,8 +406,7 @@ async def test_what_was_evaluated_above_a_new_lineages_beginning_is_forgotten(be
     for version, value in ((1, 0.25), (2, 0.5)):
         await trained_to(bench, seats, version)
         assert await judged(bench, token, version, value)
-    back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
+    await seats.go_back(1)
     row = await jobs.job(bench.state, JOB)
     assert (row.version, row.best_version, row.best_manifest) == (1, -1, "")
     assert [e["tag"] for e in await jobs.evaluations(bench.state, JOB)] == ["step-1"]
@@ -455,8 +424,7 @@ async def test_a_best_version_that_the_new_lineage_has_stays(bench: Bench) -> No
     await trained_to(bench, seats, 1)
     await judged(bench, token, 1, 0.5)
     await trained_to(bench, seats, 2)
-    back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
+    await seats.go_back(1)
     row = await jobs.job(bench.state, JOB)
     assert (row.best_version, row.best_manifest) == (1, "m0.1")
 
@@ -466,8 +434,7 @@ async def test_a_phase_that_follows_from_an_abandoned_lineage_does_not_begin(ben
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 2)
     assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
-    back = (bench.state, JOB, TRAINER, seats.trainer)
-    await steps.open_lineage(*back, 1, steps.VersionNames("m0.1", "c1"), "op")
+    await seats.go_back(1)
     finish = (bench.state, JOB, jobs.Phase.FINISHED, token, EVALUATOR)
     await jobs.set_phase(*finish, lineage=0)
     assert (await jobs.job(bench.state, JOB)).phase == "training"

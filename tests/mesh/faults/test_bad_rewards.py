@@ -11,7 +11,7 @@ from meshrl.common.base.files import lines
 from meshrl.view.history import samples
 from tests.mesh.jobs import digits
 from tests.mesh.running import Run
-from tests.unit.docs.test_metric_tables import units
+from tests.unit.docs.test_documents import units
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -87,14 +87,8 @@ def test_who_calls_may_call(file: str, method: str) -> None:
     assert allowed & roles, f"{file} calls {method}, which only {sorted(allowed)} may call"
 
 
-def test_whoever_loads_weights_may_ask_for_them() -> None:
+def test_calls_that_belong_together_are_open_to_the_same_roles() -> None:
     assert CALLERS["Weights.manifest"] == LOADERS | {"rank"}  # its rows, when it is restored
-
-
-def test_whoever_may_get_chunks_may_say_that_one_is_damaged() -> None:
     assert CALLERS["Weights.examine"] == BULK["weights", GET] >= LOADERS
-
-
-def test_code_is_brought_to_a_sandbox_by_shards_alone() -> None:
     for method in ("Sandbox.load", "Sandbox.run", "Sandbox.score"):
         assert CALLERS[method] == {"rollout"}

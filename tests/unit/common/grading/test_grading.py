@@ -190,18 +190,15 @@ def test_what_no_mark_gives_is_a_fixture(source: str) -> None:
     assert under_pytest.lacks("import pytest\n" + source) == ("the fixture d",)
 
 
-def test_usual_tests_are_supported() -> None:
+def test_usual_tests_and_imports_that_may_fail_are_supported() -> None:
     assert unsupported(USUAL) == ()
+    source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
+    assert unsupported(source) == ()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["named"] for row in ROWS])
 def test_what_cannot_be_run_is_named(row: dict[str, str]) -> None:
     assert row["named"] in unsupported(row["source"])
-
-
-def test_an_import_that_may_fail_is_not_named() -> None:
-    source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
-    assert unsupported(source) == ()
 
 
 def test_a_column_that_is_missing_is_named_with_those_that_are_there() -> None:

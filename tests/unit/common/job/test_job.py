@@ -185,9 +185,6 @@ def test_a_version_is_evaluated_every_so_many_steps_and_the_last_one_after_train
     assert plan is not None and (plan.tag, plan.version, plan.modes) == ("step-4", 4, ("sampled",))
     last = bracket(PLANNED, "after", 12)
     assert last is not None and last.modes == ("sampled", "greedy")
-
-
-def test_what_the_best_version_is_chosen_by_is_measured_each_time() -> None:
     greedy = replace(PLANNED, evaluation=EvaluationConfig(every=4, best="held_out.greedy"))
     plan = due(greedy, 8)
     assert plan is not None and plan.modes == ("sampled", "greedy")

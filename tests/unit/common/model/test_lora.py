@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch.func import functional_call
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.generation.builtin.build import build
 from meshrl.common.job.config import LoraConfig
-from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.architecture.projections import check_adapters, targeted
 from meshrl.common.model.files.hf import save_model
 from meshrl.common.model.files.rows import load_model
@@ -23,16 +23,13 @@ from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.model.network.lora import is_adapter, merged, save_adapter
 from meshrl.services.trainer.models import lora
 from tests.attention import causal_attention
+from tests.unit.common.generation.engines_under_test import TINY
 
-SHAPE = ModelConfig(
+SHAPE = replace(
+    TINY,
     architecture="qwen2",
     vocab_size=64,
-    hidden_size=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
+    qk_norm=False,
     attention_bias=True,
     tie_embeddings=True,
     max_positions=64,
@@ -203,10 +200,15 @@ MIXTURE = dataclasses.replace(
 )
 
 
-def test_targets_go_by_either_name() -> None:
+def test_projections_go_by_either_name_and_what_cannot_be_adapted_is_refused() -> None:
     assert targeted(SHAPE, ["qkv", "down_proj"]) == ["q_proj", "k_proj", "v_proj", "down_proj"]
     with pytest.raises(ConfigError, match="no projection 'attention'"):
         targeted(SHAPE, ["attention"])
+    with pytest.raises(ConfigError, match="rank 40"):
+        check_adapters(SHAPE, 40, ALL)
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        check_adapters(MIXTURE, 2, ALL)
+    check_adapters(MIXTURE, 2, ["qkv", "output"])
 
 
 def test_without_targets_all_is_adapted_that_can_be() -> None:
@@ -219,11 +221,3 @@ def test_without_targets_all_is_adapted_that_can_be() -> None:
     lora.adapt(model, LoraConfig(rank=2), seed=0)
     names = {name.split(".")[-2] for name in lora.trained(model)}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_what_cannot_be_adapted_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rank 40"):
-        check_adapters(SHAPE, 40, ALL)
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        check_adapters(MIXTURE, 2, ALL)
-    check_adapters(MIXTURE, 2, ["qkv", "output"])

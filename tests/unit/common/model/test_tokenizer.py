@@ -41,12 +41,6 @@ def test_a_character_outside_the_alphabet_is_refused(characters: Tokenizer) -> N
         characters.encode("17Z")
 
 
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
-    with pytest.raises(ConfigError, match=r"cannot be read.*tokenizer\.json"):
-        Tokenizer.load(tmp_path)
-
-
 def test_ids_are_found_by_token(characters: Tokenizer) -> None:
     assert characters.token_to_id("$") == 1
     assert characters.token_to_id("no such token") is None
@@ -129,8 +123,11 @@ def test_a_doubled_character_is_refused(tmp_path: Path) -> None:
         character_tokenizer("abca", tmp_path / "tokenizer.json")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_one_that_is_no_tokenizer_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(ConfigError, match=r"cannot be read.*tokenizer\.json"):
         Tokenizer.load(tmp_path)
 
 

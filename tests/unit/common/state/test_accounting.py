@@ -1,11 +1,34 @@
-"""Counting trajectories from events: every one is somewhere, and none twice."""
+"""Accounts of trajectories, of residents' memory and of measured work."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from meshrl.common.state.events import Event
 from meshrl.common.state.lifecycle.accounting import WRONG, account, wrong
+from meshrl.common.state.pool.demand.measured import (
+    LEVELS,
+    Curve,
+    Lengths,
+    MeasuredWork,
+    curve_of,
+    kind_of,
+    lengths_of,
+    together,
+    told,
+    work_of,
+)
+from meshrl.common.state.pool.demand.needs import Need
+from meshrl.common.state.pool.demand.planned import PublishedStats, measured
+from meshrl.common.state.pool.placing.fitting import sleeps, takes
+from meshrl.common.state.pool.workers.rows import Resident, Role
+
+SHARD = MeasuredWork(
+    groups=3, trajectories=12, sampled=480, flight_s=31.25, engine_s=20.0, queue_s=1.5
+)
+CURVE = Curve("NVIDIA H200", 4, 0.0123456, 0.00098765, 1.23456e-7, 6123.4, 400)
 
 
 def story(*told: tuple[str, dict[str, Any]]) -> list[Event]:
@@ -23,10 +46,6 @@ def step(number: int, *groups: int, scored: int = 4, filtered: bool = False) -> 
         {"group": group, "samples": 4, "scored": scored, "filtered": filtered} for group in groups
     ]
     return "step", {"step": number, "groups": rows}
-
-
-def test_a_mesh_in_which_nothing_happened_has_lost_nothing() -> None:
-    assert set(account([], 0).values()) == {0}
 
 
 def test_each_end_of_a_group_is_a_term_of_its_own() -> None:
@@ -56,26 +75,25 @@ def test_each_end_of_a_group_is_a_term_of_its_own() -> None:
     }
 
 
-def test_a_group_that_nobody_accounts_for_is_lost() -> None:
-    assert account(story(opened(0, 1), step(1, 0)), in_flight=0)["lost"] == 4
-
-
-def test_unscored_members_of_a_trained_group_are_typed_drops() -> None:
-    terms = account(story(opened(0), step(1, 0, scored=3)), in_flight=0)
-    assert (terms["trained"], terms["typed_drops"], terms["lost"]) == (3, 1, 0)
-
-
-def test_a_group_in_two_steps_is_trained_twice() -> None:
-    terms = account(story(opened(0, 1), step(1, 0), step(2, 0)), in_flight=0)
-    assert terms["trained_twice"] == 4
-
-
-def test_steps_of_an_abandoned_lineage_do_not_count() -> None:
-    terms = account(
-        story(opened(0, 1, 2), step(1, 0), step(2, 1), ("lineage", {"version": 1}), step(2, 1)),
-        in_flight=4,
-    )
-    assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (8, 0, 0)
+@pytest.mark.parametrize(
+    ("told", "in_flight", "terms"),
+    [
+        ([], 0, dict.fromkeys(account([], 0), 0)),
+        ([opened(0, 1), step(1, 0)], 0, {"lost": 4}),
+        ([opened(0), step(1, 0, scored=3)], 0, {"trained": 3, "typed_drops": 1, "lost": 0}),
+        ([opened(0, 1), step(1, 0), step(2, 0)], 0, {"trained_twice": 4}),
+        (
+            [opened(0, 1, 2), step(1, 0), step(2, 1), ("lineage", {"version": 1}), step(2, 1)],
+            4,
+            {"trained": 8, "lost": 0, "trained_twice": 0},
+        ),
+    ],
+    ids=["nothing", "lost", "unscored members", "trained twice", "abandoned lineage"],
+)
+def test_every_trajectory_counts_once_wherever_it_ended(
+    told: list[tuple[str, dict[str, object]]], in_flight: int, terms: dict[str, int]
+) -> None:
+    assert account(story(*told), in_flight).items() >= terms.items()
 
 
 def test_a_restored_job_begins_with_its_checkpoints_counts() -> None:
@@ -115,3 +133,62 @@ def test_a_version_has_one_manifest_in_a_lineage_and_a_group_number_is_given_onc
         "committed_twice": 1,
     }
     assert "opened_twice = 1" in wrong(terms) and "lost" not in wrong(terms)
+
+
+def test_a_core_whose_experts_lie_apart_is_not_refused_for_a_part_that_nobody_knows() -> None:
+    alike, apart = Need(ranks=4, bytes=1000), Need(ranks=4, attention=2, bytes=1000)
+    assert takes(Role.TRAINING, True, 4, alike) == 1000  # weights, gradients and two moments
+    assert takes(Role.TRAINING, True, 4, apart) == 0
+    assert takes(Role.TRAINING, False, 1, apart) == takes(Role.TRAINING, False, 1, alike) == 2000
+    core = Resident("g0.0", "j", Role.TRAINING, core=True, ranks=(0, 1, 2, 3))
+    assert (sleeps(core, alike), sleeps(core, apart)) == (750, 1500)
+
+
+def test_only_what_there_is_is_published_and_it_reads_the_same() -> None:
+    assert told(MeasuredWork()) == {}
+    assert told(MeasuredWork(steps=2, wait_s=0.12345)) == {"steps": 2, "wait_s": 0.123}
+    assert work_of(told(SHARD)) == SHARD
+    assert work_of({**told(SHARD), "of_a_later_version": 1.0}) == SHARD
+
+
+def test_a_curve_is_published_in_few_digits() -> None:
+    read = curve_of(CURVE.kind, CURVE.told())
+    assert (read.kind, read.degree, read.steps) == ("NVIDIA H200", 4, 400)
+    assert read.step_s(8, 500) == pytest.approx(CURVE.step_s(8, 500), rel=1e-3)
+    assert len(str(CURVE.told())) < 60
+
+
+def test_lengths_are_published_in_short_and_those_of_shards_are_one() -> None:
+    short = Lengths(100, tuple(float(n) for n in range(len(LEVELS))), 20.0)
+    long = Lengths(300, tuple(4.0 * n for n in range(len(LEVELS))), 40.0)
+    assert lengths_of(short.told()) == short and len(str(short.told())) < 120
+    both = together([short, long])
+    assert both is not None and (both.count, both.prompt) == (400, 35.0)
+    assert both.sampled[-1] == pytest.approx(3.25 * short.sampled[-1])
+    assert together([]) is None
+
+
+def test_a_kind_of_accelerators_is_what_they_are_and_not_which() -> None:
+    assert [kind_of(name) for name in ("cpu:0", "cuda:1 NVIDIA H200", "simulated", "")] == [
+        "cpu",
+        "NVIDIA H200",
+        "simulated",
+        "",
+    ]
+
+
+def test_a_process_that_starts_again_is_another_one_and_engines_have_their_gangs_kind() -> None:
+    def process(name: str, incarnation: str, **stats: object) -> PublishedStats:
+        return PublishedStats(name, name.partition("/")[0], incarnation, stats)
+
+    found = measured(
+        [
+            process("rollout/j/0", "a", work=told(SHARD)),
+            process("trainer/g1.0", "b", work=told(MeasuredWork(steps=1))),
+            process("engine/g0.0", "c", gang="g0", curve=CURVE.told()),
+            process("engine/g2.0", "d", gang="g2"),
+        ],
+        {"g0": "NVIDIA H200"},
+    )
+    assert found.work == {"rollout/j/0a": SHARD, "trainer/g1.0b": MeasuredWork(steps=1)}
+    assert [(curve.kind, curve.degree) for curve in found.curves] == [("NVIDIA H200", 4)]

@@ -160,12 +160,9 @@ def test_names_types_and_shapes_count() -> None:
     assert Described.of(whole) == Described("F32", (4, 6))
 
 
-def test_one_is_read_as_it_was_written() -> None:
+def test_a_manifest_is_read_only_as_it_was_written() -> None:
     found = unpacked(packed(MANIFEST))
     assert (found.tensors, found.base, found.image) == (PIECES, MANIFEST.base, MANIFEST.image)
-
-
-def test_a_changed_one_is_damaged() -> None:
     content = bytearray(packed(MANIFEST))
     content[content.index(A.encode())] ^= 1
     with pytest.raises(Damaged, match="sha256"):

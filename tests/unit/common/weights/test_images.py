@@ -71,15 +71,6 @@ held.append(files.image())
 """
 
 
-@pytest.mark.deep
-def test_who_runs_until_the_process_ends_may_look_at_it_until_then(tmp_path: Path) -> None:
-    root = Path(__file__).parents[4]
-    ended = subprocess.run(
-        [sys.executable, "-c", AT_EXIT, str(tmp_path)], cwd=root, capture_output=True, text=True
-    )
-    assert (ended.returncode, ended.stdout) == (0, "5000\n"), ended.stderr
-
-
 PAGE_FLOATS = PAGE // 4
 LARGE = torch.arange(5 * PAGE_FLOATS // 2, dtype=torch.float32).reshape(-1, 2)
 COUNT = LARGE.numel()
@@ -240,11 +231,12 @@ assert not mapped(digest)
 
 
 @pytest.mark.deep
-def test_who_is_collected_with_it_in_a_circle_may_look_at_it_last(tmp_path: Path) -> None:
-    """What ends an object of a circle is called before the others of it are gone."""
+@pytest.mark.parametrize("program", [AT_EXIT, LAST_LOOK], ids=["at exit", "in a circle"])
+def test_an_image_is_there_for_the_last_that_looks_at_it(tmp_path: Path, program: str) -> None:
+    """Until the process ends, and until all objects of a circle have been finalised."""
     root = Path(__file__).parents[4]
     ended = subprocess.run(
-        [sys.executable, "-c", LAST_LOOK, str(tmp_path)], cwd=root, capture_output=True, text=True
+        [sys.executable, "-c", program, str(tmp_path)], cwd=root, capture_output=True, text=True
     )
     assert (ended.returncode, ended.stdout) == (0, "5000\n"), ended.stderr
 

@@ -40,6 +40,7 @@ from meshrl.services.weights.store import WeightStore
 from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
+from tests.unit.common.mesh.runtime.talking import cancel, until
 
 JOB = "j"
 SOON_S = 60.0  # for a thread to go on, on a busy host
@@ -167,14 +168,11 @@ async def test_one_who_is_cancelled_while_a_bundle_is_held_holds_it_no_longer(
     with used.open() as removing:
         fcntl.flock(removing, fcntl.LOCK_EX)
         asking = asyncio.create_task(local_job(mesh, await jobs.job(house.state, JOB)))
-        while f":{used.stat().st_ino} " not in _waiting_for_locks():
-            await asyncio.sleep(0.01)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+        await until(lambda: f":{used.stat().st_ino} " in _waiting_for_locks())
+        await cancel(asking)
     async with asyncio.timeout(scaled(SOON_S)):
-        while used.stat().st_mtime == 0:  # the thread has it now, whom nobody waits for
-            await asyncio.sleep(0.01)
+        # the thread has it now, whom nobody waits for
+        await until(lambda: used.stat().st_mtime != 0)
         while house.fetched.exists():
             make_room(house.fetched.parent, -1)
             await asyncio.sleep(0.01)

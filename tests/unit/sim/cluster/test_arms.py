@@ -204,9 +204,11 @@ def test_ranks_and_helpers_are_replicas_of_any_number_that_has_the_memory() -> N
     assert not of["L40S"]
 
 
-def test_a_core_has_its_ranks_and_a_job_its_most() -> None:
+def test_a_core_has_its_ranks_by_the_grain_and_a_job_its_most() -> None:
     found = replace(TRAINS, by=Trainable(least=6, most=10)).ways(NODES)
     assert {way.layout.data for way in found} == set(range(6, 11))
+    found = replace(TRAINS, by=Trainable(grain=8)).ways(NODES)
+    assert {way.layout.data for way in found} == {8, 16, 24, 32}
 
 
 def test_a_simulated_cluster_trains_in_three_dimensions() -> None:
@@ -221,22 +223,14 @@ def test_a_simulated_cluster_trains_in_three_dimensions() -> None:
     assert {layout.pipeline for layout in layouts} == {1, 2, 4, 8}
 
 
-def test_tensors_stay_in_a_node() -> None:
+def test_tensors_stay_in_a_node_and_pipelines_that_wait_half_of_the_time_are_left_out() -> None:
     found = replace(TRAINS, by=SIMULATED).ways(
         [LayoutNode("A800", f"host{n}", 5) for n in range(8)]
     )
     assert max(way.layout.tensor for way in found) == 4
-
-
-def test_pipelines_that_wait_half_of_the_time_are_left_out() -> None:
     found = replace(TRAINS, by=SIMULATED, work=replace(WORK, sequences=4)).ways(NODES)
     assert found
     assert all(way.layout.pipeline - 1 <= max(1, 4 // way.layout.data) for way in found)
-
-
-def test_accelerators_are_added_by_the_grain() -> None:
-    found = replace(TRAINS, by=Trainable(grain=8)).ways(NODES)
-    assert {way.layout.data for way in found} == {8, 16, 24, 32}
 
 
 def test_times_are_those_of_the_cost_model() -> None:

@@ -155,12 +155,9 @@ def test_the_command_passes_everything_on_and_draws(tmp_path: Path) -> None:
     assert len(list((tmp_path / "plots").glob("*.png"))) == 3
 
 
-def test_a_job_that_never_fits_is_an_error_and_no_endless_run(tmp_path: Path) -> None:
+def test_a_job_that_never_fits_or_is_not_over_in_time_is_told(tmp_path: Path) -> None:
     said = ran(str(write(tmp_path)), "--set", "jobs.ranks=9")
     assert said.returncode == 2 and "job talk" in said.stderr, said.stderr
-
-
-def test_what_is_not_over_is_told(tmp_path: Path) -> None:
     said = ran(str(write(tmp_path)), "--set", "until_s=5")
     assert "held: talk made 0 of 6 steps: until_s is 5" in said.stderr
 

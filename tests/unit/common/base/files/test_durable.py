@@ -1,14 +1,18 @@
-"""What is told to be durable outlives a power cut: its bytes were synced, and then its name."""
+"""Durable files, local and below a URL: written whole, synced, and named afterwards."""
 
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
-from meshrl.common.base.errors import Damaged
+from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotFound
+from meshrl.common.base.files.at_url import PART, AtUrl, without_secrets
 from meshrl.common.mesh.process.host import replace_file
 from meshrl.common.records.checkpoints import appear, check_written, digests_below
 from meshrl.common.weights.bulk.port import ChunkStore
@@ -102,3 +106,96 @@ def test_a_checkpoint_that_is_there_already_stays_if_it_is_the_same(
     assert appear(scratch, final) == digests
     assert (final / "who").read_text() == "the same"
     assert (tmp_path / "quarantine/checkpoints/step/who").read_text() == "damaged"
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_files_appear_are_listed_and_go(kind: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/there" if kind == "file" else f"memory://{uuid.uuid4().hex}/there"
+    at = AtUrl(url, "out", "it")
+    assert at.sizes() == {} and at.names("a") == []
+    (tmp_path / "source").write_bytes(b"from a file")
+    at.place_file("a/b/one", tmp_path / "source")
+    at.place_content("a/two", b"two")
+    at.place_content("a/two", b"second")
+    assert at.sizes() == {"a/b/one": 11, "a/two": 6} and at.names("a") == ["b", "two"]
+    assert at.content("a/two") == b"second"
+    at.fetch_file("a/b/one", tmp_path / "new/one")
+    assert (tmp_path / "new/one").read_bytes() == b"from a file"
+    at.discard("a/b")
+    at.discard("a/b")
+    assert at.names("a") == ["two"]
+    with pytest.raises(NotFound):
+        at.content("a/b/one")
+
+
+def test_what_breaks_off_has_not_taken_its_name(tmp_path: Path) -> None:
+    at = AtUrl(f"file://{tmp_path}/there", "out", "it")
+    at.place_content("one", b"whole")
+    with pytest.raises(NotFound):
+        at.place_file("one", tmp_path / "missing")
+    assert at.content("one") == b"whole"
+    assert set(at.sizes()) <= {"one", f"one{PART}"}
+
+
+def test_errors_name_the_place_and_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MeshError, match=f"it cannot be reached: .* \\(at file://{tmp_path}/file/a"):
+        AtUrl(f"file://{tmp_path}/file", "out", "it").place_content("a", b"")
+    with pytest.raises(ConfigError) as caught:
+        AtUrl("nosuch://me:secret@host/path", "out", "it")
+    assert "nosuch://host/path" in str(caught.value) and "secret" not in str(caught.value)
+    assert without_secrets("abfs://box@account/path?sig=secret") == "abfs://account/path"
+
+
+class Broken(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Lists no folder of this name."""
+
+    protocol = "broken"
+
+    def ls(self, path: str, detail: bool = False, **options: object) -> object:
+        if path.endswith("/broken"):
+            raise OSError("listings fail here today")
+        return super().ls(path, detail, **options)
+
+
+def test_a_listing_that_fails_is_not_one_of_nothing(tmp_path: Path) -> None:
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    at = AtUrl(f"broken://{tmp_path}/there", "out", "it")
+    at.place_content("a/broken/one", b"1")
+    assert at.names("a") == ["broken"]
+    for listing in (
+        lambda: at.names("a/broken"),
+        at.sizes,
+        AtUrl(f"broken://{tmp_path}/there/a/broken", "out", "it").sizes,
+    ):
+        with pytest.raises(MeshError, match="listings fail here today"):
+            listing()
+
+
+class Marking(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Lists a folder as a file in itself, as the console of a bucket makes one."""
+
+    protocol = "marking"
+
+    def ls(self, path: str, detail: bool = False, **options: object) -> object:
+        mark = {"name": f"{self._strip_protocol(path)}/", "size": 0, "type": "file"}
+        return [mark if detail else mark["name"], *super().ls(path, detail, **options)]
+
+
+def test_the_mark_of_a_folder_is_no_file(tmp_path: Path) -> None:
+    fsspec.register_implementation("marking", Marking, clobber=True)
+    at = AtUrl(f"marking://{tmp_path}/there", "out", "it")
+    at.place_content("a/one", b"1")
+    assert at.sizes() == {"a/one": 1} and at.names("a") == ["one"]
+
+
+def test_what_cannot_be_removed_is_not_taken_for_gone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MeshError, match="it cannot be reached"):
+        AtUrl(f"file://{tmp_path}", "out", "it").discard("file/below")
+
+
+def test_a_chain_of_urls_is_refused_and_shown_to_nobody() -> None:
+    with pytest.raises(ConfigError, match="a chain of fsspec's") as caught:
+        AtUrl("simplecache::memory://me:secret@host/path", "durable.url", "it")
+    assert "secret" not in str(caught.value)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from meshrl.common.base.errors import Damaged, StorageFull
 from meshrl.common.base.files import kept
 from meshrl.common.base.files.kept import PIECE_BYTES, File, Mapped, Medium, Octets
+from tests.unit.common.base.files.harms import files_up_to
 
 SIZES = {"empty": 0, "small": 7, "piece": PIECE_BYTES, "large": 2 * PIECE_BYTES + 13}
 
@@ -197,15 +197,12 @@ def test_a_shorter_file_is_not_whole(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_by_type_and_the_file_before_is_there_still(tmp_path: Path) -> None:
     path = tmp_path / "one.kept"
     write(File(path, fresh=True), Memory(7))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PIECE_BYTES, limits[1]))
-    try:
-        medium = File(path, fresh=True)
-        with pytest.raises(StorageFull, match="no room"):
-            kept.keep(medium, ABOUT, Memory(8))
-        medium.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with (
+        files_up_to(PIECE_BYTES),
+        closing(File(path, fresh=True)) as medium,
+        pytest.raises(StorageFull, match="no room"),
+    ):
+        kept.keep(medium, ABOUT, Memory(8))
     assert [file.name for file in tmp_path.iterdir()] == ["one.kept"]
     back = Memory(None)
     kept.take(File(path), kept.head_of(File(path)), back)

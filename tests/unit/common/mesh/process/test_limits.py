@@ -1,4 +1,4 @@
-"""Limits of hosts, containers and logs, as the kernel tells them."""
+"""Ends of processes, and limits of hosts, containers and logs that explain them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,37 @@ import errno
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Fenced,
+    NotFound,
+    PeerLost,
+    RankLost,
+    StateUnavailable,
+    StorageFull,
+    ToolFailed,
+)
 from meshrl.common.mesh.process import container, cores
 from meshrl.common.mesh.process.cores import TICKS, Cores, of_stat
 from meshrl.common.mesh.process.ends import limits
-from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.ends.failure import Failure, told
+from meshrl.common.mesh.process.handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES, bound
 from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
 from meshrl.services.node.agent import HostLogFiles
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import module, python
+from tests.unit.common.mesh.process.test_supervisor import Recorded
+from tests.unit.common.mesh.runtime.talking import until
 
 FILES = "held = []\nwhile True:\n    held.append(open('/dev/null'))\n"
 MEMORY = "held = bytearray(1 << 31)\n"
@@ -52,6 +69,24 @@ cpu1 1000 0 0 10 0 0 0 0 0 0
 cpu2 1 1 1 10 0 0 0 0 0 0
 intr 5 6 7
 """
+CODES = {
+    "imports": ("import no_such_module", "ModuleNotFoundError", "No module named 'no_such_module'"),
+    "raises": ("def f():\n    [][3]\n\nf()", "IndexError", "list index out of range"),
+    "says": ("import sys; sys.exit('it has no address')", "SystemExit", "it has no address"),
+    "refuses": (
+        "from meshrl.common.base.errors import ConfigError\n"
+        "raise ConfigError('no such token', where='rollout.stop', fix='name one')",
+        "ConfigError",
+        "no such token",
+    ),
+    "exits": (
+        "from meshrl.common.base.errors import PeerLost\n"
+        "from meshrl.common.mesh.process.host import SystemHost\n"
+        "SystemHost().exit(70, 'so it ends', PeerLost('it went'), 'calc')",
+        "PeerLost",
+        "it went",
+    ),
+}
 
 
 async def run(tmp_path: Path, name: str, code: str, rlimits: dict[str, int]) -> Failure | None:
@@ -166,20 +201,14 @@ def test_orchestrators_are_known_by_what_they_put_into_a_container(
     assert container.kind() == "kubernetes"
 
 
-def test_rights_are_those_of_this_process() -> None:
+def test_a_container_leaves_what_the_kernel_says() -> None:
     found = container.rights()
     assert found.user == os.geteuid()
     assert found.seccomp in ("none", "strict", "filtered")
     assert 0 <= found.capabilities <= 64 and isinstance(found.read_only_root, bool)
-
-
-def test_writable_places_take_files() -> None:
-    found = container.writable()
-    assert found and not [place for place in found if place.startswith(("/proc", "/sys"))]
-    assert all(os.access(place, os.W_OK) for place in found)
-
-
-def test_whether_user_namespaces_may_be_made_is_tried() -> None:
+    places = container.writable()
+    assert places and not [place for place in places if place.startswith(("/proc", "/sys"))]
+    assert all(os.access(place, os.W_OK) for place in places)
     refused = container.user_namespaces_refused()
     assert refused == "" or "user namespaces" in refused
     assert os.readlink("/proc/self/ns/user") == os.readlink(f"/proc/{os.getpid()}/ns/user")
@@ -264,3 +293,91 @@ def test_host_bounds_the_logs_of_all_its_processes(tmp_path: Path) -> None:
     part = files.read("trainer", 0, 1 << 16)
     assert "goes on from trainer.log.1" in part.text and part.text.endswith("goes on\n")
     os.close(log)
+
+
+async def left(tmp_path: Path, name: str, code: str) -> Failure | None:
+    """What a process leaves that runs this code."""
+    log = tmp_path / f"{name}.log"
+    host = SystemHost()
+    child = host.spawn(python(name), name=name, env=module(tmp_path, name, code), log=log)
+    assert await child.wait(scaled(20)) not in (0, None), log.read_text()
+    return host.failure_of(child.pid, log)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+async def test_an_error_is_found_with_its_type_text_and_place(
+    tmp_path: Path, open_nursery: Callable[..., SystemChild], forked: bool
+) -> None:
+    if forked:
+        open_nursery()
+    for name, (code, kind, text) in CODES.items():
+        failure = await left(tmp_path, name, code)
+        assert failure is not None, name
+        assert (failure.type, failure.text) == (kind, text)
+        if name == "raises":
+            assert failure.where == f"{tmp_path / 'raises.py'}:2"
+        if name == "refuses":
+            assert (failure.where, failure.fix, failure.fatal) == ("rollout.stop", "name one", True)
+        if name == "exits":
+            assert (failure.job, failure.restart) == ("calc", "patient")
+
+
+async def test_what_an_earlier_process_left_is_not_blamed_on_a_later_one(tmp_path: Path) -> None:
+    assert await left(tmp_path, "twice", "import no_such_module") is not None
+    assert await left(tmp_path, "twice", "import os; os._exit(3)") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "restart"),
+    [
+        (ConfigError("x"), "never"),
+        (ToolFailed("x"), "never"),
+        (ValueError("x"), "counted"),
+        (NotFound("x"), "counted"),
+        (PeerLost("x"), "patient"),
+        (DeadlineExceeded("x"), "patient"),
+        (StorageFull("x"), "always"),
+        (StateUnavailable("x"), "always"),
+        (Fenced("x"), "patient"),
+        (RankLost("x"), "patient"),
+        (OSError(28, "No space left on device"), "always"),
+        (OSError(13, "Permission denied"), "counted"),
+    ],
+)
+def test_only_an_error_of_ones_own_counts_against_a_job(error: Exception, restart: str) -> None:
+    assert Failure.of(error).restart == restart
+
+
+def test_the_text_of_a_failure_says_what_where_and_what_to_do() -> None:
+    failure = Failure.of(ConfigError("no such token", where="rollout.stop", fix="name one"))
+    assert str(failure) == "ConfigError: no such token (at rollout.stop). name one"
+    assert told(failure.fields()) == str(failure)
+    assert told({}) == ""
+
+
+async def test_a_child_that_would_only_fail_again_is_given_up_at_once_with_its_error(
+    tmp_path: Path,
+) -> None:
+    code = "from meshrl.common.base.errors import ConfigError\nraise ConfigError('no', fix='do')"
+    hooks = Recorded()
+    env = module(tmp_path, "wrong", code)
+    spec = ChildSpec("w", python("wrong"), env=env, log=tmp_path / "w.log", critical=True)
+    supervisor = Supervisor(SystemHost(), SystemClock(), [spec], hooks=hooks)
+    await supervisor.start()
+    await until(lambda: ("escalated", "w") in hooks.seen)
+    assert [kind for kind, _ in hooks.seen] == ["started", "ended", "gave up", "escalated"]
+    (end,) = hooks.ends
+    assert end.final and end.failure is not None and end.failure.text == "no"
+    assert hooks.whys[-1].startswith("ConfigError: no (at ") and hooks.whys[-1].endswith("do")
+
+
+async def test_a_spent_budget_names_the_error(tmp_path: Path) -> None:
+    hooks = Recorded()
+    env = module(tmp_path, "crashes", "raise ValueError('of this')")
+    log = tmp_path / "c.log"
+    spec = ChildSpec("c", python("crashes"), env=env, log=log, budget=(1, 60.0))
+    supervisor = Supervisor(SystemHost(), SystemClock(), [spec], hooks=hooks)
+    await supervisor.start()
+    await until(lambda: ("gave up", "c") in hooks.seen)
+    assert "ValueError: of this" in hooks.whys[-1] and "more than 1 times" in hooks.whys[-1]
+    assert [end.restarts for end in hooks.ends] == [0, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,6 +24,7 @@ from meshrl.sim.loop import run_virtual
 from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.simulated_host import SimulatedChannel, SimulatedHost, staged
+from tests.unit.common.mesh.runtime.talking import until
 
 TTL_MS = 6000
 
@@ -55,12 +55,6 @@ class Recorded(Hooks):
         self.seen.append(("escalated", name))
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(scaled(60.0)):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def sleeper(name: str, **options: object) -> ChildSpec:
     return ChildSpec(name, ["sleep", "60"], **options)  # type: ignore[arg-type]
 
@@ -87,7 +81,7 @@ async def test_a_killed_child_comes_back_after_its_end_was_told(make: Make) -> N
     await supervisor.start()
     first = supervisor.children["a"].pid
     os.kill(first, signal.SIGKILL)
-    await eventually(lambda: len(hooks.seen) == 3)
+    await until(lambda: len(hooks.seen) == 3)
     assert hooks.seen == [("started", "a"), ("ended", "a"), ("started", "a")]
     assert hooks.whys == ["signal 9"]
     assert supervisor.children["a"].pid != first and supervisor.restarts("a") == 1
@@ -98,7 +92,7 @@ async def test_a_spent_budget_is_given_up_and_escalates_for_a_critical_child(mak
     fails = ["/bin/sh", "-c", "exit 4"]
     supervisor = make(ChildSpec("bad", fails, budget=(2, 60.0), critical=True), hooks=hooks)
     await supervisor.start()
-    await eventually(lambda: ("escalated", "bad") in hooks.seen)
+    await until(lambda: ("escalated", "bad") in hooks.seen)
     kinds = [kind for kind, _ in hooks.seen]
     assert kinds == ["started", "ended"] * 3 + ["gave up", "escalated"]
     assert hooks.whys[-1] == "exit status 4; ended more than 2 times in 60 s"
@@ -111,7 +105,7 @@ async def test_a_child_that_may_end_well_is_restarted_only_on_failure(make: Make
     once = ChildSpec("once", ["/bin/false"], restart="never")
     supervisor = make(done, once, hooks=hooks)
     await supervisor.start()
-    await eventually(lambda: len([k for k, _ in hooks.seen if k == "gave up"]) == 2)
+    await until(lambda: len([k for k, _ in hooks.seen if k == "gave up"]) == 2)
     assert supervisor.children == {}
     assert len([k for k, _ in hooks.seen if k == "started"]) == 2
 
@@ -123,7 +117,7 @@ async def test_a_stopped_child_whose_lease_expired_is_killed_and_restarted(make:
     first = supervisor.children["a"].pid
     os.kill(first, signal.SIGSTOP)
     hooks.stopped_pid = first
-    await eventually(lambda: len(hooks.seen) == 3)
+    await until(lambda: len(hooks.seen) == 3)
     assert hooks.whys == ["its lease had expired while it ran"]
     assert supervisor.children["a"].pid != first
 
@@ -138,7 +132,7 @@ async def test_one_for_all_replaces_the_siblings_too(make: Make) -> None:
         now = {name: child.pid for name, child in supervisor.children.items()}
         return len(now) == 3 and not set(now.values()) & set(before.values())
 
-    await eventually(all_new)
+    await until(all_new)
     assert supervisor.restarts("b") == 1 and supervisor.restarts("a") == 0
 
 
@@ -153,7 +147,7 @@ async def test_stages_stop_from_the_highest_and_a_deaf_child_is_killed(
     )
     await supervisor.start()
     assert hooks.seen == [("started", "base"), ("started", "deaf")]
-    await eventually(ready.exists)
+    await until(ready.exists)
     await supervisor.stop(scaled(0.5))
     assert hooks.seen[2:] == [("ended", "deaf"), ("ended", "base")]
     assert hooks.whys == ["stopped, after SIGKILL", "stopped"]
@@ -170,7 +164,7 @@ async def test_a_hook_that_raises_does_not_end_the_supervision(
     await supervisor.start()
     first = supervisor.children["a"].pid
     supervisor.children["a"].kill()
-    await eventually(lambda: "a" in supervisor.children and supervisor.children["a"].pid != first)
+    await until(lambda: "a" in supervisor.children and supervisor.children["a"].pid != first)
     assert "redis was away" in capsys.readouterr().err
 
 
@@ -195,7 +189,7 @@ async def test_released_children_run_on_and_can_be_adopted(make: Make) -> None:
     successor = make(hooks=hooks)
     await successor.add(sleeper("a"), adopted=adopted)
     child.kill()
-    await eventually(lambda: len(hooks.seen) == 3)
+    await until(lambda: len(hooks.seen) == 3)
     assert hooks.seen == [("started", "a"), ("ended", "a"), ("started", "a")]
 
 
@@ -218,10 +212,10 @@ async def test_a_restart_that_fails_is_tried_again_until_it_succeeds(
     await supervisor.start()
     break_starts(log)
     supervisor.children["a"].kill()
-    await eventually(lambda: supervisor.restarts("a") >= 3)
+    await until(lambda: supervisor.restarts("a") >= 3)
     assert supervisor.children == {}
     mend_starts(log)
-    await eventually(lambda: "a" in supervisor.children)
+    await until(lambda: "a" in supervisor.children)
     assert hooks.seen == [("started", "a"), ("ended", "a"), ("started", "a")]
 
 
@@ -239,7 +233,7 @@ async def test_restarts_that_go_on_failing_spend_the_budget_and_escalate(
     await supervisor.start()
     break_starts(log)
     supervisor.children["a"].kill()
-    await eventually(lambda: ("escalated", "a") in hooks.seen)
+    await until(lambda: ("escalated", "a") in hooks.seen)
     assert [kind for kind, name in hooks.seen if name == "a"] == [
         "started",
         "ended",
@@ -265,8 +259,8 @@ async def test_a_sibling_that_cannot_be_started_again_spends_its_own_budget(
     await supervisor.start()
     break_starts(log)
     supervisor.children["b"].kill()
-    await eventually(lambda: ("escalated", "a") in hooks.seen)
-    await eventually(lambda: list(supervisor.children) == ["b"])
+    await until(lambda: ("escalated", "a") in hooks.seen)
+    await until(lambda: list(supervisor.children) == ["b"])
     assert supervisor.restarts("a") == 2 and supervisor.restarts("b") == 1
 
 

@@ -21,6 +21,7 @@ from meshrl.common.mesh.process.peers import SocketEnd, client_hosts, foreign_cl
 from meshrl.common.mesh.process.starting import Spawning
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import ended, module, python
+from tests.unit.common.mesh.runtime.talking import until
 
 SOON_S = 30.0  # for whatever should happen, on a busy host
 NOBODY = 65534
@@ -234,9 +235,7 @@ async def test_every_goes_on_after_a_failure_and_ends_on_false(
         return len(calls) < 3
 
     SystemHost().every(0.005, tick, "tick")
-    async with asyncio.timeout(scaled(SOON_S)):
-        while len(calls) < 3:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(calls) >= 3, SOON_S)
     await asyncio.sleep(0.03)
     assert calls == [0, 1, 2]
     assert "redis was away" in capsys.readouterr().err

@@ -7,6 +7,8 @@ import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
 from meshrl.common.api.calls.interface import Call, Cast, Interface, Stream
 from meshrl.common.base.encoding.messages import Array, message
 from meshrl.common.base.errors import DeadlineExceeded, Refused
@@ -51,13 +53,20 @@ class Talk(Interface):
     tell = Cast(Text)
 
 
-async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Returns when `condition()` is true."""
     async with asyncio.timeout(scaled(within_s)):
         while True:
             if condition():
                 return
             await asyncio.sleep(0.005)
+
+
+async def cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, which must end by that."""
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def call_until_refused(ref: Ref, method: Call[Q, Any], request: Q) -> None:

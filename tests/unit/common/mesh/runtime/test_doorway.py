@@ -1,15 +1,19 @@
-"""Hosts of one mesh, whose processes have a key each: who is let in, who is called, who no more."""
+"""Hosts of one mesh, the keys of their processes, and addresses where they listen."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 
 from meshrl.common.base.clock import Clock, SystemClock
-from meshrl.common.base.errors import HandshakeFailed, NotAllowed, Refused, WrongKeys
+from meshrl.common.base.errors import ConfigError, HandshakeFailed, NotAllowed, Refused, WrongKeys
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
@@ -17,13 +21,17 @@ from meshrl.common.mesh.runtime.calls.calling import REFUSED_S
 from meshrl.common.mesh.runtime.doorway import AGAIN_S, Doorway
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
+from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint, health
 from meshrl.common.mesh.transport.address import endpoint_of, key_of, key_text, keyed
-from meshrl.common.mesh.transport.keys import KeyPair
+from meshrl.common.mesh.transport.keys import KeyPair, ProcessKeys
 from meshrl.common.mesh.transport.zmq import ZmqTransport
 from meshrl.common.state import registry
 from meshrl.common.state.hosts import doors
 from meshrl.common.state.redis.client import State
 from meshrl.common.state.redis.keys import MESH
+from meshrl.common.state.registry import Entry
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from meshrl.sim.redis.client import SimulatedSyncRedis
 from meshrl.sim.redis.server import RedisServer
 from meshrl.sim.redis.state import state_on
@@ -31,6 +39,7 @@ from tests.contract.state.state_bench import HandClock
 from tests.load import scaled
 from tests.meshes import PATIENT
 from tests.unit.common.mesh.runtime.talking import (
+    Join,
     Number,
     Talk,
     Talker,
@@ -43,9 +52,9 @@ GONE_S = 610.0  # a key that was not shown for 600 s is removed
 HEAD, JOINED = "head-000001", "gpu2-77aa01"
 SOON_S = 20.0
 HELLO = Text("hello")
-
 MAY = [method.label for method in (Talk.echo, Talk.sleep, Talk.numbers)]
 Joined = Callable[..., Awaitable[Mesh]]
+WIDE = 40  # ports of a range, some of which others of this host may have
 
 
 @pytest.fixture
@@ -336,3 +345,85 @@ async def test_while_redis_is_silent_a_stranger_waits_and_the_known_go_on(
     assert not waiting.done()
     server.faults.away = False
     assert await waiting == HELLO
+
+
+async def test_each_process_takes_the_first_free_port_of_a_range() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        low = int(taken.getsockname()[1])
+        bind = f"tcp://127.0.0.1:{low}-{low + WIDE}"
+        async with AsyncExitStack() as opened:
+            found = []
+            for _ in range(3):
+                transport = ZmqTransport(bind)
+                opened.push_async_callback(transport.close)
+                found.append(int(transport.address.rpartition(":")[2]))
+        assert low < found[0] < found[1] < found[2] <= low + WIDE
+
+
+async def test_a_range_without_a_free_port_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=rf"cannot listen on {bind}.*range.*each process"):
+            ZmqTransport(bind)
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://127.0.0.1:70000", "tcp://127.0.0.1:9-8", "tcp://127.0.0.1"]
+)
+async def test_what_is_no_place_to_listen_at_is_refused(bind: str) -> None:
+    with pytest.raises(ConfigError, match="LOW-HIGH"):
+        ZmqTransport(bind)
+
+
+async def test_a_host_of_ipv6_stands_in_brackets() -> None:
+    """With a key behind it, and messages over it."""
+    whose: dict[str, tuple[str, ...]] = {}
+
+    def keys() -> ProcessKeys:
+        made = ProcessKeys(lambda asked: [whose.get(key, ()) for key in asked], lambda: 0.0)
+        whose[made.public] = ("engine@here",)
+        return made
+
+    try:
+        answering = ZmqTransport("tcp://[::1]:*", keys=keys())
+    except ConfigError:
+        pytest.skip("this host has no IPv6")
+    asking = ZmqTransport("tcp://[::1]:*", keys=keys())
+    heard: asyncio.Queue[tuple[list[object], str]] = asyncio.Queue()
+    answering.start(
+        lambda peer, frames, role: heard.put_nowait(([bytes(f) for f in frames], role)),
+        lambda *_: None,
+        lambda *_: None,
+    )
+    asking.start(lambda *_: None, lambda *_: None, lambda *_: None)
+    assert endpoint_of(answering.address).startswith("tcp://[::1]:")
+    assert len(key_of(answering.address)) == 40
+    asking.send(answering.address, [b"header", b"body"])
+    async with asyncio.timeout(scaled(SOON_S)):
+        assert await heard.get() == ([b"header", b"body"], "engine")
+    await asking.close()
+    await answering.close()
+
+
+async def test_bulk_bytes_and_metrics_go_over_ipv6_too(join: Join, tmp_path: Path) -> None:
+    settings = MeshSettings("memory://", "", host="", secret="5e" * 32)
+    try:
+        server = BulkServer(
+            ChunkStore(tmp_path), SystemHost(), "tcp://[::1]:*", door=InterpreterDoor()
+        )
+    except ConfigError:
+        pytest.skip("this host has no IPv6")
+    assert server.address.startswith("tcp://[::1]:")
+    client = BulkClient(await join("client", settings=settings))
+    entry = Entry("store", "test", bulk=server.address, host="another")
+    digest = await client.put(entry, b"chunk")
+    assert await client.get(entry, digest) == b"chunk"
+    server.close()
+    metrics = MetricsEndpoint("[::1]:*", "", SystemHost(), {"/livez": health(lambda: "")})
+    place = urlsplit(metrics.address)
+    assert place.hostname == "::1"
+    reader, writer = await asyncio.open_connection("::1", place.port)
+    writer.write(b"GET /livez HTTP/1.0\r\n\r\n")
+    assert (await reader.read()).endswith(b"\r\n\r\nok\n")
+    writer.close()
+    metrics.close()

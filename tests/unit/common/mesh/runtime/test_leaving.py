@@ -38,6 +38,7 @@ from tests.unit.common.mesh.runtime.talking import (
     Talker,
     Text,
     call_until_refused,
+    cancel,
     until,
 )
 
@@ -187,9 +188,7 @@ async def test_leaving_that_is_cancelled_leaves_nothing_open(step: str) -> None:
     scene.trouble.steps[step] = hangs
     leaving = asyncio.create_task(scene.mesh.leave())
     await until(lambda: step in scene.trouble.reached)
-    leaving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
+    await cancel(leaving)
     assert [s for s in scene.trouble.reached if s in STEPS] == STEPS
     await scene.all_is_closed()
 
@@ -213,9 +212,7 @@ async def test_leaving_that_is_cancelled_while_calls_end_leaves_nothing_open() -
     leaving = asyncio.create_task(scene.mesh.leave())
     await asyncio.sleep(0.05)
     assert scene.trouble.reached[-1] not in STEPS
-    leaving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
+    await cancel(leaving)
     stubborn.set()
     await asyncio.wait([asking])
     await scene.all_is_closed()
@@ -236,9 +233,7 @@ async def test_a_step_that_fails_after_the_cancellation_does_not_hide_it() -> No
     scene.trouble.steps.update(actor=hangs, transport=fails)
     leaving = asyncio.create_task(scene.mesh.leave())
     await until(lambda: "actor" in scene.trouble.reached)
-    leaving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
+    await cancel(leaving)
     await scene.all_is_closed()
 
 
@@ -257,9 +252,7 @@ async def test_joining_that_is_cancelled_closes_what_it_opened(step: str) -> Non
     scene.trouble.steps.update({step: hangs, "state": fails})
     joining = asyncio.create_task(scene.mesh.join(scene.actor))
     await until(lambda: step in scene.trouble.reached)
-    joining.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await joining
+    await cancel(joining)
     await scene.all_is_closed()
 
 

@@ -37,6 +37,7 @@ from meshrl.sim.loop import VirtualClock
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import virtual
+from tests.unit.common.mesh.runtime.talking import cancel
 
 SOON_S = 30.0  # for a thread of a busy machine to get its turn
 
@@ -202,9 +203,7 @@ async def test_a_piece_whose_caller_has_gone_is_over_before_the_next_begins(answ
         left = Piece()
         caller = asyncio.create_task(thread.run(left, answer, deadline_s=scaled(SOON_S)))
         await until(left.begun)
-        caller.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await caller
+        await cancel(caller)
         following = asyncio.create_task(thread.run(left.over.is_set, deadline_s=scaled(SOON_S)))
         await asyncio.to_thread(left.let_go.set)
         assert await following, "it began beside the piece before it"

@@ -36,6 +36,7 @@ from tests.unit.common.mesh.runtime.talking import (
     Talker,
     Text,
     call_until_refused,
+    cancel,
     until,
 )
 
@@ -262,9 +263,7 @@ async def test_a_request_that_comes_early_is_refused_at_once_if_it_may_not(
     with Caller(entry.address, keys_of("trainer")) as member:
         member.send("a", "echo", entry.incarnation)
         assert (await member.answer())[0] == "not_allowed"
-    joining.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await joining
+    await cancel(joining)
 
 
 async def test_one_requester_cannot_keep_all_others_out(guarded: Guarded) -> None:

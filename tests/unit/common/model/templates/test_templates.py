@@ -1,4 +1,4 @@
-"""Conversations in a checkpoint's own chat template: as `transformers` writes it, ids only grow."""
+"""Conversations and tool calls in a checkpoint's own chat template."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from loadtests.chat_templates.comparing import (
     directory_of,
 )
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.calls import PARSERS, parser_of
 from meshrl.common.model.chat.chat import Chat, ChatBroken
 from meshrl.common.model.chat.conversation import MARK
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
 
 pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
-
 NO_TOOLS = "refused: the chat template tells the model of no tools"
 OUTCOMES = {  # of the conversations that are not token by token what transformers makes of them
     "qwen3": {"system": "kept", "turns": "kept", "tools": "kept"},  # no empty reasoning later
@@ -40,6 +40,78 @@ OUTCOMES = {  # of the conversations that are not token by token what transforme
         "tools": NO_TOOLS,
     },
 }
+ADDS: tuple[str, Any, str] = ("add", {"a": 1}, "")
+BROKEN = "invalid json"
+BAD = "a call is a name and an object of arguments"
+CASES: list[tuple[str, str, str, list[tuple[str, Any, str]]]] = [
+    ("hermes", "no call", "no call", []),
+    ("hermes", 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "so ", [ADDS]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [ADDS]),
+    ("hermes", "<tool_call>\n{nonsense\n</tool_call>", "", [("", {}, "invalid json")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}',
+        "",
+        [("add", {"a": 1}, "unclosed")],
+    ),
+    ("hermes", '<tool_call>{"arguments": [1]}</tool_call>', "", [("", {}, BAD)]),
+    ("hermes", "<tool_call>3</tool_call>", "", [("", {}, "a call is a JSON object")]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [ADDS]),
+    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [ADDS]),
+    (
+        "llama3_json",
+        '{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}',
+        "",
+        [ADDS],
+    ),
+    ("llama3_json", '{"name": "add", "parameters"', "", [("", {}, "invalid json")]),
+    ("llama3_json", '{"sum": 3}', '{"sum": 3}', []),
+    ("llama3_json", "It is 3.", "It is 3.", []),
+    (
+        "mistral",
+        'so [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]',
+        "so ",
+        [ADDS],
+    ),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add{"a": 1}', "", [ADDS, ADDS]),
+    ("mistral", '[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}', "", [ADDS]),
+    ("mistral", "[TOOL_CALLS][{", "", [("", {}, "invalid json")]),
+    ("mistral", "[TOOL_CALLS]add{nonsense", "", [("add", {}, "invalid json")]),
+    ("none", "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
+]
+TAGS = "use <tool_call>, </tool_call>, [TOOL_CALLS] and [ARGS] or <|python_end|>; {"
+SAYS: tuple[str, Any, str] = ("say", {"a": TAGS}, "")
+SAYING = json.dumps({"name": "say", "arguments": {"a": TAGS}})
+HERMES = f"<tool_call>{SAYING}</tool_call>"
+ARGUMENTS = json.dumps({"a": TAGS})
+LOST: tuple[str, Any, str] = ("", {}, BROKEN)
+NOW: tuple[str, Any, str] = ("now", {}, "")
+CASES += [
+    ("hermes", f"so {HERMES}\n{HERMES}", "so ", [SAYS, SAYS]),
+    ("hermes", f"<tool_call>{{</tool_call>{HERMES}", "", [LOST, SAYS]),
+    ("hermes", f"<tool_call>{{{HERMES}", "", [LOST, SAYS]),
+    ("hermes", f"<tool_call>{SAYING} and more</tool_call>", "", [LOST]),
+    ("hermes", f"<tool_call>{SAYING}", "", [("say", {"a": TAGS}, "unclosed")]),
+    ("hermes", f"<tool_call>{SAYING}{HERMES}", "", [("say", {"a": TAGS}, "unclosed"), SAYS]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "null"}</tool_call>', "", [NOW]),
+    ("llama3_json", SAYING, "", [SAYS]),
+    ("llama3_json", f"<|python_start|>{SAYING}<|python_end|>; {SAYING}", "", [SAYS, SAYS]),
+    ("llama3_json", '{"name": "now", "parameters": null}', "", [NOW]),
+    ("mistral", f"so [TOOL_CALLS][{SAYING}, {SAYING}]", "so ", [SAYS, SAYS]),
+    ("mistral", f"[TOOL_CALLS]say[ARGS]{ARGUMENTS}[TOOL_CALLS][{SAYING}]", "", [SAYS, SAYS]),
+    ("mistral", '[TOOL_CALLS]add[TOOL_CALLS]add{"a": 1}', "", [("add", {}, BROKEN), ADDS]),
+    ("mistral", '[TOOL_CALLS]add{"a": 1} so[TOOL_CALLS][]', "", [("add", {}, BROKEN)]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": null}]', "", [NOW]),
+]
+NUMBERS: list[tuple[str, str, str]] = [  # parser, text, the call's name
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [N]}}</tool_call>', ""),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": N}"}</tool_call>', "add"),
+    ("llama3_json", '{"name": "add", "parameters": {"a": N}}', ""),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": N}}]', ""),
+    ("mistral", '[TOOL_CALLS]add{"a": N}', "add"),
+]
 
 
 def chat_of(template: str, place: Path, **options: Any) -> Chat:
@@ -93,6 +165,8 @@ def test_the_day_is_the_jobs(tmp_path: Path) -> None:
 words = st.text(
     st.characters(codec="utf-8", exclude_characters="<|>[]"), min_size=1, max_size=12
 ).map(lambda t: t.strip() or "x")
+
+
 turns = st.lists(st.integers(0, 262), max_size=24)
 
 
@@ -223,6 +297,8 @@ def test_a_given_answer_is_a_turn_that_ends_once(name: str, tmp_path: Path) -> N
 
 
 SAID = "{{ messages[0].content }}"
+
+
 SOURCES: list[tuple[Any, dict[str, str]]] = [
     # how a directory names its templates: in tokenizer_config.json, and in further files
     ("A" + SAID, {}),
@@ -301,3 +377,48 @@ def test_tools_that_the_template_does_not_teach_are_refused(tmp_path: Path) -> N
     assert [c.name for c in conversation.sampled(ids).calls] == ["add"]
     unread = chat_of(told, tmp_path, parser="none").begin([USER], [ADD])
     assert unread.sampled(ids).content == call_of(1, 2)
+
+
+CASES += [
+    (parser, text.replace("N", number), "", [(name, {}, f"{number} is not a finite number")])
+    for number in ("NaN", "-Infinity", "1e999")
+    for parser, text, name in NUMBERS
+]
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "calls"), CASES)
+def test_calls_are_read(
+    parser: str, text: str, content: str, calls: list[tuple[str, Any, str]]
+) -> None:
+    written = PARSERS[parser](text)
+    assert written.content == content
+    assert [(c.name, c.arguments, c.problem) for c in written.calls] == calls
+
+
+def test_the_parser_is_what_the_template_teaches() -> None:
+    found = {name: parser_of(template) for name, template in FORMATS.items()}
+    assert found == {
+        "qwen2.5": "hermes",
+        "qwen3": "hermes",
+        "llama-3": "llama3_json",
+        "mistral": "mistral",
+        "smollm2": "none",
+        "tinyllama": "none",
+        "gemma": "none",
+    }
+
+
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+
+
+JSON = ["[", "{", "}", '"name"', ":", '"add"', '"arguments"', "null", "1", ",", "]", "[" * 5000]
+
+
+PIECES = st.lists(st.sampled_from([*MARKS, *JSON]), max_size=20).map("".join)
+
+
+@given(text=PIECES)
+@pytest.mark.parametrize("parser", PARSERS)
+def test_whatever_is_written_is_read_or_told(parser: str, text: str) -> None:
+    for call in PARSERS[parser](text).calls:
+        assert isinstance(call.arguments, dict) and (call.problem or call.name)

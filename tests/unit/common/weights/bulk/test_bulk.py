@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import socket
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -33,8 +32,8 @@ from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from meshrl.common.weights.bulk.transfer import BREAKS
 from meshrl.common.weights.chunks.partial import PARKED, PARKED_S, Parked, Partial
 from meshrl.common.weights.chunks.verified import NAME
-from tests.load import scaled
-from tests.unit.common.mesh.runtime.talking import Join
+from tests.unit.common.base.files.harms import files_up_to
+from tests.unit.common.mesh.runtime.talking import Join, cancel, until
 from tests.unit.common.weights.bulk.road import Road
 
 CONTENT = os.urandom(3_000_000)
@@ -89,13 +88,8 @@ async def test_what_is_not_there_or_was_changed_is_an_error(
 async def test_a_full_disk_is_a_clear_error_and_leaves_nothing(
     server: BulkServer, client: BulkClient, host: str, tmp_path: Path
 ) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-    try:
-        with pytest.raises(StorageFull):
-            await client.put(entry(server, host), CONTENT)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_up_to(1_000_000), pytest.raises(StorageFull):
+        await client.put(entry(server, host), CONTENT)
     assert [p for p in (tmp_path / "chunks").rglob("*") if p.is_file()] == []
     digest = await client.put(entry(server, host), CONTENT)
     assert await client.get(entry(server, host), digest) == CONTENT
@@ -253,13 +247,8 @@ async def test_what_is_not_there_or_damaged_or_has_no_room_leaves_no_file(
     with pytest.raises(NotFound):
         await fetch(parted, entry(server, host), "0" * 64, target)
     digest = await parted.put(entry(server, host), CONTENT)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-    try:
-        with pytest.raises(StorageFull):
-            await fetch(parted, entry(server, host), digest, target)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_up_to(1_000_000), pytest.raises(StorageFull):
+        await fetch(parted, entry(server, host), digest, target)
     ChunkStore(tmp_path / "chunks").path(digest).write_bytes(CONTENT[:-1] + b"?")
     with pytest.raises(Damaged):
         await fetch(parted, entry(server, host), digest, target)
@@ -320,16 +309,12 @@ async def test_who_does_not_wait_any_more_leaves_nothing(
     with road(tmp_path / "chunks", most=1 << 30) as (way, there):
         way.stands_at = 1_000_000
         fetching = asyncio.create_task(fetch(parted, there, digest, target))
-        while way.carried < way.stands_at:
-            await asyncio.sleep(0.01)
+        await until(lambda: way.carried >= way.stands_at)
         assert files(tmp_path / "new") != []
-        fetching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
+        await cancel(fetching)
         assert files(tmp_path / "new") == []
-        async with asyncio.timeout(scaled(20)):
-            while way.standing:  # until the parted's thread has closed its socket
-                await asyncio.sleep(0.01)
+        # until the client's thread has closed its socket
+        await until(lambda: not way.standing, 20)
     assert files(tmp_path / "new") == []
 
 

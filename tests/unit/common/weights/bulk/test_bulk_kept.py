@@ -27,7 +27,7 @@ from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
 from meshrl.common.weights.bulk.transfer import MOST
 from meshrl.common.weights.chunks.partial import Partial
 from tests.load import scaled
-from tests.unit.common.mesh.runtime.talking import Join
+from tests.unit.common.mesh.runtime.talking import Join, until
 from tests.unit.common.weights.bulk.road import Road
 
 SIZE = 200_000
@@ -169,12 +169,9 @@ async def test_no_more_are_kept_than_are_of_use(
         with Partial.of_file(tmp_path / "target", digest) as partial:
             await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
     assert way.connections == MOST + 4
-    async with asyncio.timeout(scaled(20)):
-        while server.port.connections > MOST:
-            await asyncio.sleep(0.01)
-        client._kept.close_idle(0.0)
-        while server.port.connections:
-            await asyncio.sleep(0.01)
+    await until(lambda: server.port.connections <= MOST)
+    client._kept.close_idle(0.0)
+    await until(lambda: not server.port.connections)
 
 
 async def test_a_late_thread_writes_nothing_into_what_another_source_goes_on_with(
@@ -198,9 +195,7 @@ async def test_a_late_thread_writes_nothing_into_what_another_source_goes_on_wit
     came, way.stands_at = partial.position, 1 << 40
     os.write(stands, b"x" * 5000)
     os.close(stands)
-    async with asyncio.timeout(scaled(60)):
-        while not nobody_reads(place):
-            await asyncio.sleep(0.01)
+    await until(lambda: nobody_reads(place), 60)
     assert partial.position == came > 0
     await target.arrive(digest, partial)
     assert target.chunks.read(digest) == CONTENTS[0]
@@ -354,11 +349,9 @@ async def test_who_has_paused_is_served_to_the_end_and_may_go(
     digest = await free.put(entry(server), CONTENT)
     partial = Partial.of_file(tmp_path / "one", digest)
     leaving = asyncio.create_task(free.receive(entry(server), partial))
-    while server.sent == 0:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.sent != 0)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     partial.discard()
-    while server.connections:
-        await asyncio.sleep(0.01)
+    await until(lambda: not server.connections)
     assert await free.get(entry(server), digest) == CONTENT

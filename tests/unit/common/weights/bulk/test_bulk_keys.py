@@ -178,14 +178,11 @@ def test_each_role_may_what_the_table_says_and_nothing_else(port: Port, role: st
         assert there == {name: may_put and name == space for name in SPACES}
 
 
-def test_no_role_puts_what_the_store_publishes() -> None:
-    assert ("weights", putting(PUBLISHED)) not in BULK
-
-
-def test_the_table_names_roles_that_there_are() -> None:
+def test_the_table_names_roles_that_there_are_and_none_puts_what_the_store_publishes() -> None:
     for (served, _), roles in BULK.items():
         assert {served} | roles <= ROLES
     assert not any("sandbox" in roles for roles in BULK.values())
+    assert ("weights", putting(PUBLISHED)) not in BULK
 
 
 def test_a_revoked_key_is_refused_at_its_next_request(port: Port) -> None:

@@ -217,11 +217,8 @@ def test_on_a_slow_link_a_small_delta_is_sooner(rate: float) -> None:
     assert not delta_first(4 * MIB, 4 * MIB, rate)
 
 
-def test_on_a_fast_one_the_chunk_itself_is() -> None:
+def test_the_chunk_itself_is_sooner_on_a_fast_link_and_bytes_decide_on_an_unknown_one() -> None:
     assert not delta_first(MIB // 50, 4 * MIB, FAST) and not worth_waiting(FAST)
-
-
-def test_where_nobody_knows_how_fast_it_is_bytes_decide() -> None:
     assert delta_first(MIB, 4 * MIB, None) and not delta_first(4 * MIB - 1, 4 * MIB, None)
     assert worth_waiting(None)
 
@@ -238,15 +235,12 @@ def test_chunks_with_the_same_pieces_are_paired() -> None:
     assert paired(base, target) == [Pair("a", "A", 2, 100), Pair("c", "C", 2, 200)]
 
 
-def test_what_was_cut_otherwise_has_no_pair() -> None:
+def test_what_was_cut_otherwise_or_has_become_two_has_no_pair() -> None:
     base = [piece("w", 0, "a"), piece("w", 50, "a", 100)]
     assert paired(base, [piece("w", 0, "A", end=100)]) == []
     assert paired(base, [piece("w", 0, "A", 100), piece("w", 50, "A")]) == []
     assert paired(base, [piece("v", 0, "A")]) == []
     assert paired([], base) == []
-
-
-def test_one_that_two_chunks_have_become_has_none() -> None:
     base = [piece("w", 0, "a"), piece("w", 50, "b", 100)]
     assert paired(base, [piece("w", 0, "A"), piece("w", 50, "A", 100)]) == []
 
