@@ -1,21 +1,27 @@
-"""Hosts share nothing but a network, which is as slow, as far and as bad as they were told."""
+"""The ground of several hosts: what it promises, and ranks and a mesh that stand on it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import socket
 import sys
 import tempfile
+from asyncio.subprocess import Process
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from loadtests.hosts.mesh import ROOT, HostsMesh, mesh_over
 from loadtests.namespaces.groups import PREFIX, sweep
 from loadtests.namespaces.host import Host
-from loadtests.namespaces.hosts import Hosts
+from loadtests.namespaces.hosts import CODE, Hosts
+from loadtests.namespaces.init import HOME
 from tests.hosts.conftest import PORT, probed, serving
 from tests.load import scaled
 
@@ -185,3 +191,82 @@ asyncio.run(main())
 
 def _directories(pid: int) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{pid}-*"))
+
+
+DEADLINE_S = 6.0  # for a meeting of ranks, and for each collective
+# A name that nobody resolves: who is reached by it is reached by nobody.
+NAMED = f'hostname nowhere.invalid; PYTHONPATH={CODE} exec "$@"'
+
+
+class Talk:
+    """What the rank on a host says."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdout is not None
+        self._process, self._lines = process, process.stdout
+
+    async def said(self, what: str, within_s: float = 60.0) -> Any:
+        async with asyncio.timeout(scaled(within_s)):
+            line = await self._lines.readline()
+        if not line:
+            assert self._process.stderr is not None
+            raise AssertionError((await self._process.stderr.read()).decode()[-3000:])
+        kind, value = json.loads(line)
+        assert kind == what, value
+        return value
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(240)
+async def test_ranks_that_the_network_parts_are_lost_and_go_on_bit_by_bit_when_it_is_back() -> None:
+    deadline_s = scaled(DEADLINE_S)
+    async with Hosts(2) as hosts, contextlib.AsyncExitStack() as running:
+        talks = []
+        for number in (0, 1):
+            host = hosts[number]
+            words = ("python", "-m", "tests.hosts.far_rank", str(number), str(deadline_s))
+            named = ("sh", "-c", NAMED, "sh", *words, hosts[0].address, hosts[1].address)
+            process = host.started(*named, pipes=True)
+            talks.append(Talk(await running.enter_async_context(process)))
+        await asyncio.gather(*(talk.said("met", 120.0) for talk in talks))
+        before = await talks[0].said("step")
+        await talks[1].said("step")
+        async with hosts.partition(1):
+            for talk in talks:
+                assert await talk.said("lost") <= deadline_s + scaled(10.0)
+            for talk in talks:
+                await talk.said("apart", 4 * deadline_s + 60.0)
+        for number in (0, 1):
+            hosts[number].path(HOME).joinpath("mended").touch()
+        for talk in talks:
+            assert await talk.said("met") < deadline_s + scaled(10.0)
+        assert await talks[0].said("step") == before
+
+
+JOB = Path(__file__).parents[1] / "mesh" / "jobs" / "digits.toml"
+RUN_S = 420.0
+
+
+def kinds_on(mesh: HostsMesh, number: int) -> set[str]:
+    """Of all processes that a host has had."""
+    there = mesh.names[number]
+    return {one["kind"] for look in mesh.seen for one in look.processes if one["host"] == there}
+
+
+@pytest.mark.deep
+@pytest.mark.needs("redis-server")  # with TLS, which the wheel's has not
+@pytest.mark.timeout(RUN_S)
+async def test_a_host_joins_and_trains_and_is_missed_when_it_vanishes() -> None:
+    async with Hosts(2) as hosts, mesh_over(hosts, (1, 1)) as mesh:
+        await mesh.submit(JOB, "digits", "budget.steps=4")
+        summary = await mesh.finished("digits")
+        assert (summary["phase"], summary["lost"], summary["trained_twice"]) == ("finished", 0, 0)
+        assert {"node", "worker"} < kinds_on(mesh, 1) and {"engine", "trainer"} & kinds_on(mesh, 1)
+        assert {len(owners) for owners in mesh.leaders().values()} == {1}
+        assert not (await hosts[1].run("ls", f"{ROOT}/mesh/redis", check=False)).out
+        await hosts.kill(1)
+        await mesh.until(lambda look: mesh.names[1] not in _alive(look.processes), scaled(60.0))
+
+
+def _alive(processes: list[dict[str, str]]) -> set[str]:
+    return {process["host"] for process in processes}

@@ -1,20 +1,39 @@
-"""`meshrl doctor` names what a mesh would use here, and why it is not something better."""
+"""What is installed and told of it: `meshrl doctor`, engines, documents, the starter."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import runpy
+import shutil
 import subprocess
 import sys
+import tomllib
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from meshrl.cli import app
+from meshrl.commands import doctor, engines
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.schema import JOB
+from meshrl.common.mesh.process.interpreters import home, interpreter
+from meshrl.job import jobfile
 from meshrl.job.checks.machine import devices
+from meshrl.job.loaded import at
+from meshrl.launch.up_down import MESH, MeshFile
+from meshrl.starter.creating import EXAMPLES, FILES, GAME
 from tests.gpus.driver import Gpus
 from tests.load import scaled
+from tests.sglang.interpreter import python
 
 
-def doctor(tmp_path: Path, path: str, **more: str) -> str:
+def doctored(tmp_path: Path, path: str, **more: str) -> str:
     environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "250"}
     environment |= more
     asked = subprocess.run(
@@ -34,7 +53,7 @@ def line_of(output: str, what: str) -> str:
 
 @pytest.mark.rotating(2)
 def test_without_a_compiler_engine_and_training_take_torch_and_say_why(tmp_path: Path) -> None:
-    output = doctor(tmp_path, str(tmp_path))
+    output = doctored(tmp_path, str(tmp_path))
     for what, otherwise in (("engine", "torch eager"), ("training", "torch's operators")):
         line = line_of(output, what)
         assert line.startswith("note") and f"{otherwise}: no C++ compiler" in line
@@ -43,7 +62,7 @@ def test_without_a_compiler_engine_and_training_take_torch_and_say_why(tmp_path:
 @pytest.mark.deep
 @pytest.mark.needs("compiler")
 def test_with_a_compiler_they_take_the_native_ones(tmp_path: Path) -> None:
-    output = doctor(tmp_path, os.environ["PATH"])
+    output = doctored(tmp_path, os.environ["PATH"])
     for what in ("engine", "training"):
         line = line_of(output, what)
         assert line.startswith("ok") and "native, compiled at the first start" in line
@@ -55,11 +74,236 @@ def test_with_a_compiler_they_take_the_native_ones(tmp_path: Path) -> None:
 def test_gpus_are_listed_and_the_path_that_decoding_takes_on_them(
     tmp_path: Path, gpus: Gpus
 ) -> None:
-    output = doctor(tmp_path, str(tmp_path))
+    output = doctored(tmp_path, str(tmp_path))
     assert "no NVIDIA driver answers" in line_of(output, "gpu")
     gpus.gpu("GPU-a")
-    output = doctor(tmp_path, str(tmp_path), **gpus.environment)
+    output = doctored(tmp_path, str(tmp_path), **gpus.environment)
     listed, path = (line for line in output.splitlines() if line.split()[1:2] == ["gpu"])
     assert listed.startswith("ok") and "cuda:0 NVIDIA H100 (GPU-a)" in listed
     assert path.startswith("note") and 'mesh.device = "cuda" is refused' in path
     assert "built without CUDA" in path
+
+
+ROOT = Path(__file__).parents[3]
+KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> None:
+    text = (ROOT / "docs/job-file.md").read_text()
+    row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
+    assert row, f"{key} is not in docs/job-file.md"
+    assert row.group(1) == json.dumps(at(JobConfig(), key))
+
+
+@pytest.mark.parametrize("key", [k for k, kind in MESH.kinds.items() if not is_dataclass(kind)])
+def test_every_key_of_a_mesh_toml_is_documented_with_its_default(key: str) -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
+    assert row and row.group(1) == json.dumps(at(MeshFile(), key))
+
+
+def test_no_document_names_a_key_that_is_not_there() -> None:
+    rows = re.findall(r"^\| `([a-z_.]+)` \|", (ROOT / "docs/job-file.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(KEYS)
+
+
+def test_the_readme_is_short_and_names_commands_that_exist() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    commands = {match for line in lines for match in re.findall(r"bin/meshrl (\w+)", line)}
+    assert commands
+    for command in commands:
+        assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))],
+)
+def test_links_between_documents_lead_somewhere(name: str) -> None:
+    path = ROOT / name
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text()):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        assert not heading or heading in anchors(file), f"{target}#{heading}"
+
+
+def anchors(document: Path) -> set[str]:
+    """What links may say after `#`, as GitHub makes it of headings."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in headings}
+
+
+def test_every_command_shows_an_example() -> None:
+    for command in app.registered_commands:
+        assert command.callback is not None and "Example" in (command.callback.__doc__ or "")
+
+
+def test_the_example_job_is_valid() -> None:
+    result = CliRunner().invoke(app, ["run", str(ROOT / "examples/calculator.toml"), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "worker/w2" in result.output
+
+
+def environment(place: Path, version: str) -> Path:
+    """What a virtual environment with SGLang looks like from outside."""
+    package = place / f"lib/python3.11/site-packages/sglang-{version}.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    (place / "bin").mkdir()
+    interpreter(place).symlink_to(sys.executable)
+    return place
+
+
+def test_an_unknown_engine_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vllm"):
+        engines.install("vllm", tmp_path)
+
+
+def test_our_own_environment_is_never_installed_into() -> None:
+    with pytest.raises(ConfigError, match="own environment"):
+        engines.install("sglang", Path(sys.prefix))
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("important")
+    with pytest.raises(ConfigError, match="not empty"):
+        engines.install("sglang", tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_right_version_is_found_and_nothing_is_done(tmp_path: Path) -> None:
+    place = environment(tmp_path / "sglang", engines.PACKAGES["sglang"])
+    assert engines.install("sglang", place) == place / "bin/python"
+    assert engines.installed(tmp_path, "sglang") == ""
+
+
+@pytest.mark.deep
+def test_it_is_looked_for_below_a_folder_of_the_users_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHRL_ENGINES", str(tmp_path))
+    assert home("sglang") == tmp_path / "sglang"
+    lines = {line.what: line for line in doctor.examine()}
+    assert lines["sglang"].level == doctor.NOTE and "engine install" in lines["sglang"].fix
+    environment(home("sglang"), "0.5.23")
+    lines = {line.what: line for line in doctor.examine()}
+    assert lines["sglang"].level == doctor.OK and "0.5.23" in lines["sglang"].found
+
+
+@pytest.mark.needs("sglang")
+def test_the_command_prints_the_interpreter_of_the_sglang_that_is_there() -> None:
+    answer = CliRunner().invoke(
+        app, ["engine", "install", "sglang", "--dir", str(python().parents[1])]
+    )
+    assert answer.exit_code == 0 and answer.output.strip() == str(python())
+
+
+BUILT = {".pyc", ".pyi"}
+INSTALLED = ("meshrl", "services", "common", "kernels", "sim")
+
+
+@pytest.mark.parametrize("package", INSTALLED)
+def test_files_that_are_no_modules_are_declared(package: str) -> None:
+    """A job, a script of Redis or C++ that the wheel lacked would be missed at its first use."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    name = package if package == "meshrl" else f"meshrl.{package}"
+    patterns = declared["package-data"].get(name, [])
+    held = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
+    files = {p for p in (ROOT / package).rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    modules = {p for p in files if p.suffix == ".py" and (p.parent / "__init__.py").is_file()}
+    assert sorted(map(str, files - modules - held)) == []
+
+
+def init(directory: Path) -> tuple[int, str]:
+    found = CliRunner().invoke(app, ["init", str(directory)])
+    return found.exit_code, found.output + str(found.exception or "")
+
+
+def test_a_new_job_is_valid_and_called_as_its_directory(tmp_path: Path) -> None:
+    code, said = init(tmp_path / "mine")
+    assert code == 0 and f"meshrl run {tmp_path / 'mine/job.toml'}" in said
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == sorted(FILES)
+    config, _ = jobfile.load(tmp_path / "mine/job.toml", [])
+    assert config.name == "mine"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_a_job_of_its_own(tmp_path: Path, example: str) -> None:
+    found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", example])
+    assert found.exit_code == 0 and f"meshrl run {tmp_path / 'own'}/{example}.toml" in found.output
+    config, _ = jobfile.load(tmp_path / "own" / f"{example}.toml", [])
+    assert config.name == "own"
+    known = {path.stem for path in (ROOT / "examples").glob("*.toml")}
+    assert known == set(EXAMPLES), "each example can be asked for"
+
+
+def test_an_example_that_there_is_not_is_said(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", "chess"])
+    assert found.exit_code == 1 and "calculator, chat, code" in str(found.exception)
+    assert not (tmp_path / "own").exists()
+
+
+def test_nothing_is_overwritten_and_a_bad_name_is_said(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes").write_text("mine")
+    code, said = init(taken)
+    assert code == 1 and "is there already" in said
+    assert [p.name for p in taken.iterdir()] == ["notes"]
+    code, said = init(tmp_path / "a b")
+    assert code == 1 and "cannot be the name" in said and not (tmp_path / "a b").exists()
+    (tmp_path / "file").write_text("")
+    code, said = init(tmp_path / "file/job")
+    assert code == 1 and "cannot be written" in said
+
+
+def test_its_script_writes_the_files_that_come_with_it(tmp_path: Path) -> None:
+    shutil.copy(GAME / "game.py", tmp_path)
+    runpy.run_path(str(tmp_path / "game.py"), run_name="__main__")
+    for name in ("train.jsonl", "held_out.jsonl", "tokenizer.json"):
+        assert (tmp_path / name).read_bytes() == (GAME / name).read_bytes()
+
+
+def test_games_are_won_by_halving_and_rewarded_by_sense() -> None:
+    code = runpy.run_path(str(GAME / "game.py"))
+    rows = [json.loads(line) for line in (GAME / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        turns, game = play(code, row, "halve")
+        assert code["reward"](row, turns) == 1.0
+        assert game["done"]
+    far = next(row for row in rows if row["hidden"] == row["prompt"][0] and row["prompt"][2] == "l")
+    turns, _ = play(code, far, "l")
+    assert code["reward"](far, turns) == pytest.approx(0.1), "the same letter again has no sense"
+    assert code["reward"](far, [{"role": "model", "text": "<"}]) == 0.0
+
+
+def play(
+    code: dict[str, object], row: dict[str, str], how: str
+) -> tuple[list[dict[str, str]], Any]:
+    """The turns of a game, and what ended it; `how`: halve, or a letter that is always guessed."""
+    game = code["game"]()  # type: ignore[operator]
+    prompt = game.open(row)
+    low, high = ord(prompt[0]), ord(prompt[2])
+    turns: list[dict[str, str]] = []
+    while True:
+        guess = chr((low + high) // 2) if how == "halve" else how
+        turns.append({"role": "model", "text": guess})
+        said = game.step(guess)
+        if said.get("done"):
+            return turns, said
+        low, high = (low, ord(guess) - 1) if said["append"] == "<" else (ord(guess) + 1, high)
+
+
+@pytest.mark.parametrize("file", ["job.toml", "game.py"])
+def test_the_document_shows_the_whole_of_the_files(file: str) -> None:
+    text = (ROOT / "docs/first-job.md").read_text()
+    language = "toml" if file.endswith("toml") else "python"
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    rest = (GAME / file).read_text()
+    for block in blocks:
+        assert block in rest, f"not in {file}:\n{block}"
+        rest = rest.replace(block, "", 1)
+    assert blocks and not rest.strip(), f"not in the document:\n{rest}"

@@ -1,16 +1,49 @@
-"""The probe that images without curl use."""
+"""What commands print on a terminal: health, logs, plans, and how they are shown."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import re
 import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
 from threading import Event, Thread
 
+import pytest
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from typer.testing import CliRunner
+
+from meshrl import __main__ as program
+from meshrl.cli import app
+from meshrl.commands import logs, planning
+from meshrl.commands.logs import RemoteLog, RemoteLogs
+from meshrl.common.api.node import LogFile, LogPart
+from meshrl.common.base.errors import PeerLost
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.base.host.terminal import guarded_output
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.state import leader
+from meshrl.common.state.pool.placing.snapshot import Snapshot
+from meshrl.common.state.pool.store.reading import snapshot_document
+from meshrl.common.state.pool.workers.rows import WorkerRow
+from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis.keys import PLANNER
+from meshrl.directory.places import MeshPlace, write_json
 from meshrl.health import asked
+from meshrl.view.terminal import Console
+from tests.contract.state.state_bench import running_server
 from tests.load import scaled
+from tests.unit.common.base.test_texts import ATTACKS, is_plain
+from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
+from tests.unit.meshrl.view.test_samples import sample
 
 HELD = Event()
 
@@ -65,3 +98,137 @@ def test_as_a_program_it_exits_by_the_answer_and_imports_little() -> None:
     exit_code, modules = json.loads(ended)
     assert exit_code == 1
     assert not {"torch", "redis", "typer", "structlog", "meshrl.common"} & set(modules)
+
+
+LOOKS = 3
+
+
+def test_a_log_of_this_host_is_shown_when_redis_does_not_let_ask_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    place = MeshPlace(tmp_path)
+    place.logs.mkdir(parents=True)
+    place.log("redis").write_text("one\nwhy it went down\n")
+    place.joined.write_text("damaged")
+    write_json(place.launcher, {"pid": os.getpid(), "start_time": start_time(os.getpid())})
+    with running_server(embedded.find_server()) as server:
+        wrong = server.url.replace("://", "://:wrong@")
+        settings = MeshSettings(redis_url=wrong, run_root=str(tmp_path), secret="5e" * 32)
+        settings.to_file(place.settings)
+        found = CliRunner().invoke(app, ["logs", "redis", "-n", "1", "--mesh", str(tmp_path)])
+    assert (found.exit_code, found.stdout) == (0, "why it went down\n"), found.exception
+    assert "(whether another host has a newer log of redis is not known: " in found.stderr
+
+
+class Gone(RemoteLogs):
+    """An agent that tells of a long log once, and then is gone: nobody is waited for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def read(self, log: RemoteLog, offset: int) -> LogPart:
+        self.asked += 1
+        if self.asked > LOOKS:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        if self.asked == 1:
+            return LogPart("one\n", 4, 1000)
+        raise PeerLost("its agent is gone")
+
+
+async def test_a_host_that_is_gone_within_a_long_log_is_asked_again_after_a_while() -> None:
+    gone, since = Gone(), asyncio.get_running_loop().time()
+    log = RemoteLog("second-1", LogFile("note", 1000, 0.0))
+    follows = asyncio.create_task(logs._read(gone, log, 1, follow=True))
+    async with asyncio.timeout(scaled(30.0)):
+        while gone.asked <= LOOKS:
+            await asyncio.sleep(0.01)
+    assert asyncio.get_running_loop().time() - since >= (LOOKS - 1) * logs.POLL_S
+    follows.cancel()
+
+
+__all__ = ["held"]
+
+
+def test_a_look_that_was_kept_is_explained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = Snapshot(
+        now_ms=10_000_000, workers=(WorkerRow("w0", "here", "cpu:0", 1, alive=False),)
+    )
+    file = tmp_path / "look.json"
+    file.write_text(json.dumps({"snapshot": snapshot_document(snapshot), "memory": None}))
+    assert planning.show(file, True, True, None) == 0
+    assert set(json.loads(capfd.readouterr().out)) == {"decisions", "memory"}
+    file.write_text("{")
+    assert planning.show(file, True, False, None) == 2
+
+
+def test_the_look_of_a_mesh_is_the_leaders(held: HeldMesh) -> None:
+    words = ["plan", "--mesh", str(held.root)]
+    assert "no planner leads" in str(CliRunner().invoke(app, words).exception)
+    held.ask(lambda state: leader.campaign(state, PLANNER, "planner/0.one", 60_000))
+    found = json.loads(CliRunner().invoke(app, words).output)
+    assert [job["id"] for job in found["snapshot"]["jobs"]] == [JOB]
+
+
+ATTACK = "".join(ATTACKS)
+# What rich itself writes: styles, cursor movements and erasures, without links and titles.
+OWN = re.compile(r"\x1b\[\??[\d;]*[A-Kmhl]|\r")
+MARKUP = "[bold]b[/] [/nothing] [link=http://x]l[/link] :smile:"
+
+
+def own_alone(printed: str) -> bool:
+    """True if a terminal obeys nothing in a text but what rich writes for styles and screens."""
+    return "\x1b[2J" not in printed and is_plain(OWN.sub("", printed))
+
+
+def test_a_console_writes_its_own_escapes_and_no_others() -> None:
+    out = StringIO()
+    console = Console(file=out, force_terminal=True, color_system="truecolor", width=500)
+    table = Table("a", title=ATTACK)
+    table.add_row(Text(ATTACK, style="bold"))
+    table.add_row(MARKUP)
+    with Live(console=console, auto_refresh=False) as live:
+        for part in (table, Panel(ATTACK, title=Text(ATTACK)), ATTACK, MARKUP):
+            live.update(part, refresh=True)
+            console.print(part)
+    printed = out.getvalue()
+    assert own_alone(printed) and "\x1b[1m" in printed and MARKUP in printed
+    assert "\\u001b[2J" in printed and "\\u202e" in printed
+
+
+def test_what_is_printed_above_a_live_screen_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    console = Console(force_terminal=True, width=500)
+    with Live("screen", console=console, auto_refresh=False), guarded_output():
+        print(f"said: {ATTACK}")
+    assert own_alone(out.getvalue()) and "\\u001b]8;;http" in out.getvalue()
+
+
+def test_commands_show_control_characters_of_samples_and_logs(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"job": "j", "document": {}}))
+    turns = [{"role": "model", "text": ATTACK, "stop": "", "truncated": False}]
+    kept = sample(1, None, turns=turns, prompt=ATTACK, error=ATTACK, failure=ATTACK)
+    (tmp_path / "samples.jsonl").write_text(json.dumps(kept) + "\n")
+    place = MeshPlace(tmp_path)
+    place.logs.mkdir(parents=True)
+    settings = MeshSettings(redis_url="unix:///nowhere", run_root=str(tmp_path))
+    settings.to_file(place.settings)
+    place.log("worker").write_bytes(ATTACK.encode(errors="replace") + b"\n\x1b[31mend\n")
+    for words in (["samples"], ["samples", "--json"], ["logs"], ["logs", "worker"]):
+        ran = CliRunner().invoke(app, [words[0], str(tmp_path), *words[1:]])
+        assert ran.exit_code == 0 and is_plain(ran.output), ran.output
+        assert "\\u001b" in ran.output
+
+
+def test_errors_show_control_characters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["meshrl", "status", f"no {ATTACKS[0]} run"])
+    with pytest.raises(SystemExit):
+        program.main()
+    printed = capsys.readouterr().err
+    assert is_plain(printed) and printed.startswith("error: ") and "\\u001b[2J" in printed

@@ -1,4 +1,4 @@
-"""What a job file says is taken as it is written, and its lines are known."""
+"""Job files: what is read of them, bundled from beside them, and edited."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.job.bundle.bundle_files import digest_of, listed
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.schema import JOB
 from meshrl.common.state.pool.demand.needs import need_of
+from meshrl.job.bundle import pack
+from meshrl.job.edited import notice, remembered
 from meshrl.job.jobfile import apply_override, load
 from meshrl.job.loaded import at
+from meshrl.job.model_files import size
+from meshrl.job.references import neighbours
 from meshrl.job.toml.reading import key_lines, line_of
 from meshrl.job.toml.writing import to_toml
 from tests.load import scaled
+from tests.unit.meshrl.conftest import NO_TENSORS
 from tests.unit.meshrl.job.conftest import Given
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -167,3 +174,126 @@ def test_a_model_that_the_decoder_does_not_implement_is_told_before_anything_sta
     value = f"{{ {table} }}" if key == "model.config" else "teacher"
     said = frozen.refusal(f"{key}={value}")
     assert said.startswith(f"--set {key}=") and f": {key}: " in said and why in said
+
+
+TEXT = '[model]\npath = "here"\n\n[budget]\nsteps = 48\n\n[optimizer]\nadamw_lr = 0.001\n'
+DOCUMENT = JobConfig().document()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_a_file_that_is_as_it_was_or_gone_is_nothing_to_tell(file: Path) -> None:
+    kept = remembered(file)
+    assert notice(kept, DOCUMENT, "runs/job") == []
+    file.unlink()
+    assert notice(kept, DOCUMENT, "runs/job") == []
+
+
+def test_keys_that_differ_are_told_with_how_to_apply_those_that_may_change(file: Path) -> None:
+    kept = remembered(file)
+    file.write_text(TEXT.replace("48", "96").replace("here", "there") + "clip_norm = 0.5\n")
+    told = "\n".join(notice(kept, DOCUMENT, "runs/job"))
+    assert "budget.steps: 48 here, 96 in the file" in told
+    assert "optimizer.clip_norm: 1.0 here, 0.5 in the file" in told
+    assert "model.path" in told and "may not change: the weights" in told
+    assert told.endswith(
+        "meshrl resume runs/job --set budget.steps=96 --set optimizer.clip_norm=0.5"
+    )
+
+
+def test_an_edit_that_says_what_the_run_does_by_now_is_nothing_to_tell(file: Path) -> None:
+    kept = remembered(file)
+    file.write_text("# a comment\n" + TEXT)
+    assert notice(kept, DOCUMENT, "runs/job") == []
+    file.write_text(TEXT.replace("48", "96"))
+    extended = DOCUMENT | {"budget": {"steps": 96}}
+    assert notice(kept, extended, "runs/job") == []
+
+
+def test_a_file_that_is_no_job_file_any_more_stops_nothing(file: Path) -> None:
+    kept = remembered(file)
+    file.write_text("[budget\n")
+    assert "no TOML now" in notice(kept, DOCUMENT, "runs/job")[0]
+    file.write_text(TEXT + "\n[unheard]\nof = 1\n")
+    assert "unheard.of" in notice(kept, DOCUMENT, "runs/job")[1]
+
+
+def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> None:
+    config, base = load(job, [])
+    directory, document = pack(config, base, tmp_path / "run")
+    held = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    assert held == [
+        "data/held_out.jsonl",
+        "data/train.jsonl",
+        "modules/rewards.py",
+        "modules/tally.py",
+        "tokenizer/tokenizer.json",
+    ]
+    assert (directory / "data/train.jsonl").read_text().count("\n") == 2
+    assert document["dataset"]["train"] == "data/train.jsonl"
+    files = document["bundle"].pop("files")
+    shape = document["bundle"].pop("shape")
+    assert ModelShape(**shape).parameters == size(config) > 0
+    about = {"dir": str(directory), "digest": directory.name, "parameters": size(config)}
+    assert document["bundle"] == about
+    assert list(files) == held and files == listed(directory)
+    assert digest_of(listed(directory)) == directory.name
+
+
+def test_packing_twice_gives_one_bundle_and_a_change_gives_another(
+    job: Path, tmp_path: Path
+) -> None:
+    config, base = load(job, [])
+    first, _ = pack(config, base, tmp_path / "run")
+    again, _ = pack(config, base, tmp_path / "run")
+    assert first == again
+    (base / "tally.py").write_text("COUNT = 3\n")
+    changed, _ = pack(config, base, tmp_path / "run")
+    assert changed != first
+    assert sorted(p.name for p in (tmp_path / "run/bundle").iterdir()) == sorted(
+        [first.name, changed.name]
+    )
+
+
+def test_a_model_directory_travels_with_its_tokenizer(
+    job: Path, tmp_path: Path, shape: str
+) -> None:
+    model = tmp_path / "hub"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (model / name).write_text(name)
+    (model / "config.json").write_text(shape)
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
+    config, base = load(job, [f"model.path={model}", "model.tokenizer=''"])
+    directory, document = pack(config, base, tmp_path / "run")
+    assert sorted(p.name for p in (directory / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (directory / "tokenizer/tokenizer.json").read_text() == "tokenizer.json"
+    assert document["model"]["tokenizer"] == "tokenizer/tokenizer.json"
+    assert document["model"]["path"] == "model"
+
+
+def test_relative_imports_inside_a_package_are_followed(tmp_path: Path) -> None:
+    package = tmp_path / "game"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "world.py").write_text("from . import dice\nfrom .board import Board\nimport json\n")
+    (package / "dice.py").write_text("import outside\n")
+    (package / "board.py").write_text("class Board: ...\n")
+    (tmp_path / "outside.py").write_text("")
+    found = [p.relative_to(tmp_path).as_posix() for p in neighbours(tmp_path, ["game.world"])]
+    assert found == [
+        "game/__init__.py",
+        "game/board.py",
+        "game/dice.py",
+        "game/world.py",
+        "outside.py",
+    ]

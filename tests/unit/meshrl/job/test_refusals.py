@@ -1,21 +1,28 @@
-"""What cannot be of a job file is refused with its line or setting, and what would be right.
-
-`refusals.jsonl` has one mistake a line: the job that it is made in, a fixture; `set`, further
-settings; `replace`, a text of the file and another one; `append`, text at its end; `files`, others
-beside it, of which those that are no UTF-8 stand under the key latin-1; the `line` that is named;
-`check`, of those that look at this host too; `says`, texts of the error. Those that take longer
-are tried by turns: `rotating`.
-"""
+"""What a job file may say of its algorithm, models and sandbox, and how it is refused."""
 
 from __future__ import annotations
 
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import AlgorithmConfig
+from meshrl.common.job.correction_bounds import LARGEST
+from meshrl.common.job.isolation import containment
+from meshrl.common.job.isolation.isolation import ORDER
+from meshrl.common.job.schema import JOB
+from meshrl.job import bundle, jobfile
+from meshrl.job.checks.file import algorithm
+from meshrl.job.references import all_references
+from meshrl.services.trainer.algorithms import ALGORITHMS
+from meshrl.services.trainer.algorithms.hooks import advantage_of_one
+from meshrl.services.trainer.arithmetic import aggregation
+from tests.unit.meshrl.conftest import NO_TENSORS
 from tests.unit.meshrl.job.conftest import Given
 
 MACHINE = "meshrl.job.checks.machine"
@@ -49,3 +56,109 @@ def test_a_mistake_is_refused_where_it_stands(
     assert "meshrl-trial" not in said  # the author's own files are named, not their copies
     if "line" in case:
         assert said.startswith(f"{job.path}, line {case['line']}")
+
+
+def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
+    choices = {key: get_args(kind) for key, kind in JOB.kinds.items()}
+    assert sorted(choices["algorithm.name"]) == sorted(ALGORITHMS)
+    assert choices["algorithm.aggregation"] == ("", *aggregation.NAMES)
+    assert choices["algorithm.correction"] == ("none", *LARGEST)
+    assert AlgorithmConfig().name in ALGORITHMS
+    rewardless = {name for name, one in ALGORITHMS.items() if one.advantages is advantage_of_one}
+    assert rewardless == set(algorithm.REWARDLESS)
+
+
+MORE = '[{name = "more", path = "more.jsonl", samples = 4, pass_at = [1, 4]}]'
+
+
+def test_what_is_whole_is_accepted_and_lies_in_the_bundle(frozen: Given, tmp_path: Path) -> None:
+    config, base = jobfile.load(
+        frozen.path,
+        [
+            "models.reference.path=initial",
+            "models.teacher.path=teacher",
+            "models.reward.path=stranger",
+            "reward.use=",
+            "reward.judge.use=model",
+            "reward.judge.template=ask.txt",
+            f"evaluation.datasets={MORE}",
+            "evaluation.best=more.pass@4",
+            "algorithm.kl_coefficient=0.1",
+        ],
+    )
+    assert config.reward.judge.template == "Is {answer} right?\nyes or no\n"
+    _, document = bundle.pack(config, base, tmp_path / "run")
+    data = JobData.of("tiny", json.loads(json.dumps(document)), str(tmp_path))
+    assert (data.frozen("teacher") / "model.safetensors").read_bytes() == NO_TENSORS
+    assert (data.frozen("reward") / "tokenizer.json").is_file()
+    assert data.config.models.reference.path == "initial"
+    [dataset] = data.config.evaluation.datasets
+    assert data.rows_of(dataset.path) == [{"prompt": "2+3="}, {"prompt": "2+4="}]
+    assert dataset.pass_at == [1, 4]
+
+
+def test_a_job_of_given_answers_has_groups_of_one_and_needs_no_reward(frozen: Given) -> None:
+    settings = ["algorithm.name=sft", "dataset.train=given.jsonl", "reward.use="]
+    frozen.path.write_text(frozen.path.read_text().replace("group_size = 4\n", ""))
+    config = frozen.load(*settings)
+    assert config.supervised and config.algorithm.group_size == 1 and config.min_group == 1
+    assert frozen.load(*settings, "rollout.top_p=0.9").supervised  # of evaluations
+
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.toml"
+
+
+def test_parts_of_all_kinds_and_tools_of_all_kinds_are_accepted() -> None:
+    tools = "{calculate='calculator:calculate', p='python', s='shell', w='mcp:web/search'}"
+    config, _ = jobfile.load(
+        EXAMPLE,
+        [
+            "reward.use=",
+            "reward.parts=[{use='math'}, {use='calculator:reward', weight=0.5}]",
+            f"environment.tools={tools}",
+            "environment.mcp={web=['server']}",
+            "environment.once=['p']",
+        ],
+    )
+    assert [(part.use, part.weight) for part in config.reward.declared] == [
+        ("math", 1.0),
+        ("calculator:reward", 0.5),
+    ]
+    assert sorted(config.jailed) == ["python", "shell"]
+    references = dict(all_references(config))
+    assert references["reward.parts"] == "calculator:reward"
+    assert "environment.tools.p" not in references
+
+
+def test_the_tiers_of_a_job_file_are_those_of_isolation_the_best_first() -> None:
+    assert get_args(JOB.kinds["sandbox.tier"]) == ORDER[:0:-1]
+
+
+def test_a_job_that_runs_no_code_of_the_model_needs_no_isolation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # no bwrap there
+    config, _ = jobfile.load(EXAMPLE, [])
+    assert config.jailed == []
+    containment.require(config)
+
+
+def test_a_job_that_does_is_refused_with_the_fix_where_there_is_too_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    config, _ = jobfile.load(EXAMPLE.with_name("code.toml"), [])
+    with pytest.raises(Refused, match=r"code_tests run code that the model wrote") as caught:
+        containment.require(config)
+    assert "apt-get install bubblewrap" in str(caught.value)
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.needs("bwrap")
+def test_the_isolation_that_is_found_is_one_that_a_program_ran_in() -> None:
+    found = containment.found()
+    assert found.tier in ("bwrap", "cgroup")
+    assert found.meaning.startswith("bwrap + seccomp")
+    assert bool(found.fix) == (found.tier != "cgroup")
+    config, _ = jobfile.load(EXAMPLE.with_name("code.toml"), [])
+    containment.require(config)

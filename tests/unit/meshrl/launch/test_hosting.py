@@ -1,19 +1,36 @@
-"""A host that has joined: whom it believes that it is let in no more, and what ends it."""
+"""The parts of a mesh: its hosts, places, roles and services, and the file that names them."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import StateUnavailable
-from meshrl.common.base.host.settings import MeshSettings
-from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.common.base.errors import ConfigError, NotFound, Refused, StateUnavailable
+from meshrl.common.base.host.settings import MESH_ENV, MeshSettings, mark_of
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state.pool.placing.taking import ALL, taken, written
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.directory import places
+from meshrl.directory.places import MeshPlace, read_if_whole, write_json
+from meshrl.launch import leftovers
 from meshrl.launch.ending import STOP_S
 from meshrl.launch.foreground import AGAIN, status_of
+from meshrl.launch.head.shape import POOL, pool_of
 from meshrl.launch.hosts.hosting import Hosting, HostShape
+from meshrl.launch.roles import HostRole, role
+from meshrl.launch.services.plan import agent
+from meshrl.launch.services.services import Services
+from meshrl.launch.up_down import MeshFile, read
+from meshrl.services.node.__main__ import parser
 from meshrl.sim.redis.state import simulated_state
 from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
@@ -84,3 +101,164 @@ def test_it_tells_how_long_its_end_may_take_and_leaves_when_it_was_asked_to(tmp_
         assert hosting.leaves
     finally:
         hosting._hold.give_back()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MESHRL_HOME", raising=False)
+    return tmp_path
+
+
+def make_run(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    (directory / "job.json").write_text("{}")
+
+
+def test_runs_of_one_name_are_numbered(here: Path) -> None:
+    config = JobConfig(name="sum")
+    assert places.run_directory(config, False) == here / "runs/sum"
+    make_run(here / "runs/sum")
+    assert places.run_directory(config, False) == here / "runs/sum-2"
+    make_run(here / "runs/sum-2")
+    assert places.run_directory(config, False) == here / "runs/sum-3"
+
+
+def test_a_run_in_the_directory_that_was_asked_for_is_refused(here: Path) -> None:
+    make_run(here / "mine")
+    with pytest.raises(Refused, match="meshrl resume mine"):
+        places.run_directory(JobConfig(out="mine"), False)
+
+
+def test_the_mesh_started_last_is_meant_unless_one_is_named(here: Path) -> None:
+    with pytest.raises(NotFound, match="meshrl up"):
+        places.find_mesh(None)
+    first, second = MeshPlace(here / "a"), MeshPlace(here / "b")
+    for place in (first, second):
+        places.write_json(place.settings, {"redis_url": "redis://nowhere"})
+        places.point_to(place)
+    assert places.find_mesh(None).root == here / "b"
+    for named in (here / "a", here / "a/mesh", here / "a/mesh/settings.json"):
+        assert places.find_mesh(named).root == here / "a"
+
+
+@pytest.fixture
+def lingering(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the mesh whose settings are `settings.json`, in a session of its own."""
+    program = "import time; print(flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, MESH_ENV: mark_of(tmp_path / "settings.json")},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield child
+        child.kill()
+
+
+async def test_what_a_mesh_left_behind_is_found_and_ended(
+    tmp_path: Path, lingering: subprocess.Popen[bytes]
+) -> None:
+    settings = tmp_path / "settings.json"
+    assert leftovers.belonging_to(tmp_path / "other.json") == []
+    assert await leftovers.end_all(settings, 10.0) == [lingering.pid]
+    assert leftovers.belonging_to(settings) == []
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mesh.toml"
+
+
+def test_what_it_does_not_say_is_by_default(file: Path) -> None:
+    file.write_text("[pool]\nkeep_days = 2.5\nturns = false\n")
+    assert read(file) == MeshFile(PoolSettings(keep_days=2.5, turns=False))
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        (
+            "[pool]\nkeep_day = 3.0",
+            "line 2: unknown key pool.keep_day. Did you mean pool.keep_days?",
+        ),
+        ("[poll]\nturns = true", "line 1: unknown key poll. Did you mean pool?"),
+        ("[pool]\nturns = 1", "line 2: pool.turns must be true or false, not 1"),
+        ("[pool]\nmove_s = 0", "line 2: pool.move_s = 0 must be above 0"),
+        ("[zebra]\nx = 1", "unknown key zebra.x. docs/operations.md lists"),
+        ("[pool]\nturns = yes", "line 2, column 9: Invalid value: turns = yes. Text takes quotes"),
+    ],
+)
+def test_mistakes_are_told_with_their_line(file: Path, written: str, says: str) -> None:
+    file.write_text(written)
+    with pytest.raises(ConfigError) as told:
+        read(file)
+    assert says in str(told.value)
+
+
+def test_a_file_that_is_not_there_is_named(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the file of the mesh .*: No such"):
+        read(file)
+
+
+def test_a_mesh_that_starts_again_has_the_settings_that_it_had(tmp_path: Path) -> None:
+    place, told = MeshPlace(tmp_path), PoolSettings(keep_days=2.5)
+    assert pool_of(place) == PoolSettings()
+    place.directory.mkdir()
+    write_json(place.directory / POOL, asdict(told))
+    assert pool_of(place) == told
+    (place.directory / POOL).write_text('{"keep_days": 2')
+    with pytest.raises(ConfigError, match="damaged"):
+        pool_of(place)
+
+
+async def test_an_error_that_ends_a_task_is_why_a_host_cannot_go_on(tmp_path: Path) -> None:
+    services = Services(SystemHost(), SystemClock(), MeshPlace(tmp_path))
+    endless = asyncio.create_task(asyncio.Event().wait())
+    services.watch(endless, "wait")
+    endless.cancel()
+    await asyncio.wait([endless])
+    assert not services.failed.is_set(), "it was asked to end"
+
+    async def damaged() -> None:
+        raise OSError("the disk is gone")
+
+    services.watch(asyncio.create_task(damaged()), "admit hosts")
+    async with asyncio.timeout(scaled(20.0)):
+        await services.failed.wait()
+    assert services.why == "the task to admit hosts failed: OSError: the disk is gone"
+
+
+def test_a_host_gives_workers_and_takes_all_services_unless_it_says_otherwise() -> None:
+    assert role(0, "cpu", False, None, 3) == HostRole(3, "cpu", ("shards", "sandboxes"))
+    assert role(0, "cuda", False, "shards", 3) == HostRole(0, "cuda", ("shards",))
+    assert role(0, "cpu", True, "sandboxes,shards", 3) == HostRole(
+        0, "cpu", ("shards", "sandboxes")
+    )
+    assert role(1, "cpu", False, "none") == HostRole(1, "cpu", ())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((0, "cpu", True, "none", 3), "neither workers nor services"),
+        ((0, "cpu", False, "none", 0), "neither workers nor services"),
+        ((0, "cuda", True, None, 3), "has no device"),
+        ((4, "cpu", True, None, 3), "--no-workers with --workers 4"),
+        ((1, "cpu", False, "shards,engines", 3), "'engines' is no service"),
+        ((1, "cpu", False, "", 3), "'' is no service"),
+    ],
+)
+def test_options_that_contradict_each_other_or_leave_nothing_to_give_are_refused(
+    given: tuple[int, str, bool, str | None, int], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        role(*given)
+
+
+@pytest.mark.parametrize("takes", [(), ("shards",), ALL])
+def test_an_agent_is_told_what_its_host_takes(takes: tuple[str, ...]) -> None:
+    told = agent("here", 0, "cpu", takes).argv[3:]
+    assert parser().parse_args(told).services == takes == taken(written(takes))

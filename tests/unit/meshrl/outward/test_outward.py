@@ -1,34 +1,43 @@
-"""A host as a whole says by HTTP whether it lives, and why it is not ready."""
+"""What a mesh shows outward: health, gauges, and the metrics of its processes, merged."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.ended import LastEnd
+from meshrl.common.state.jobs import JobRow, Phase
 from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
 from meshrl.common.state.redis.client import State
 from meshrl.common.state.registry import Entry, register
 from meshrl.directory.places import MeshPlace
-from meshrl.launch.outward.outward import outward
-from meshrl.launch.outward.standing import OLD_S, Standing
+from meshrl.launch.outward.outward import Merged, outward, scrape
+from meshrl.launch.outward.standing import OLD_S, MonitoredProcess, Standing
 from meshrl.launch.root import RootProcess
 from meshrl.sim.redis.client import SimulatedRedis
 from meshrl.sim.redis.state import simulated_state
 from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.metrics.mesh_gauges import HeadSnapshot
+from meshrl.view.mesh.stalled import Stall
+from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
 from tests.load import scaled
 
 WITHIN_S = 30.0  # on a busy host; each comes within a second or two
@@ -223,3 +232,224 @@ async def test_a_port_that_is_taken_is_told_by_the_option(tmp_path: Path) -> Non
             async with outward(host.root, host.stop, where, head=False):
                 pass
         assert "--health" in told.value.where
+
+
+FIRST = """\
+# HELP meshrl_tokens tokens
+# TYPE meshrl_tokens gauge
+meshrl_tokens{service="engine/0",kind="engine",job="a \\"quoted\\" job"} 5.0
+# HELP meshrl_late_frames_total late_frames
+# TYPE meshrl_late_frames_total counter
+meshrl_late_frames_total{service="engine/0",kind="engine",job=""} 2.0
+"""
+SECOND = """\
+# HELP meshrl_tokens what is said only once
+# TYPE meshrl_tokens gauge
+meshrl_tokens{service="engine/0",kind="engine",job="b"} 7.0
+# HELP meshrl_late_frames late_frames
+# TYPE meshrl_late_frames gauge
+meshrl_late_frames 1.0
+"""
+
+
+def merged() -> str:
+    both = Merged()
+    both.add_page(FIRST, {"service": "engine/0", "kind": "engine", "job": "a"})
+    both.add_page(SECOND, {"service": "engine/1", "kind": "engine", "job": "b"})
+    status, kind, body = both.rendered()
+    assert status == 200 and kind.startswith("text/plain")
+    return body.decode()
+
+
+def test_each_family_comes_once_with_one_help_and_one_type() -> None:
+    heads = re.findall(r"^# (HELP|TYPE) (\S+)", merged(), re.MULTILINE)
+    assert len(heads) == len(set(heads))
+    assert len(heads) == 2 * 3
+
+
+def test_each_sample_is_of_the_process_that_was_asked() -> None:
+    """Whatever its page claims: two would else be one."""
+    found = [
+        (s.name, s.labels["service"], s.labels["job"], s.value)
+        for family in text_string_to_metric_families(merged())
+        for s in family.samples
+    ]
+    assert sorted(found) == [
+        ("meshrl_late_frames", "engine/1", "b", 1.0),
+        ("meshrl_late_frames_total", "engine/0", "a", 2.0),
+        ("meshrl_tokens", "engine/0", 'a "quoted" job', 5.0),
+        ("meshrl_tokens", "engine/1", "b", 7.0),
+    ]
+
+
+def test_one_name_of_two_types_is_of_neither() -> None:
+    both = Merged()
+    both.add_page("# TYPE x gauge\nx 1\n", {"service": "a"})
+    both.add_page("# TYPE x summary\nx 2\n", {"service": "b"})
+    assert "# TYPE x untyped" in both.rendered()[2].decode()
+
+
+@pytest.mark.parametrize("page", ["meshrl_x{ 1", "<html>", "x{a=b} 1", "meshrl_x one"])
+def test_what_is_no_page_is_refused_and_adds_nothing(page: str) -> None:
+    both = Merged()
+    with pytest.raises(ValueError):
+        both.add_page("# TYPE y gauge\ny 1\n" + page, {"service": "a"})
+    assert both.rendered()[2] == b""
+
+
+NOW_MS = 1_000_000.0
+
+
+def job(id: str, phase: Phase = Phase.TRAINING, **more: Any) -> JobRow:
+    counts = dict.fromkeys(("opened", "trained", "filtered", "host_lost"), 0)
+    row = {
+        "document": {"budget": {"steps": 9}},
+        "run_dir": "/runs/x",
+        "lineage": 0,
+        "version": 3,
+        "manifest": "",
+        "checkpoint": "",
+        "steps_done": 3,
+        "cursor": 0,
+        "admitted": 0,
+        "stale_requeued": 4,
+        "typed_drops": 2,
+        "error": "",
+        **counts,
+    }
+    return JobRow(id=id, phase=phase, **{**row, **more})
+
+
+def figures(
+    hosts: dict[str, str] | None = None, stalls: Sequence[Stall] = (), **rows: Any
+) -> dict[str, float]:
+    """By name and label values, without `meshrl_`."""
+    found = {}
+    for family in families(HeadSnapshot(MeshSnapshot(now_ms=NOW_MS, **rows), hosts or {}, stalls)):
+        for sample in family.samples:
+            key = " ".join([sample.name.removeprefix("meshrl_"), *sample.labels.values()])
+            assert key not in found
+            found[key] = sample.value
+    return found
+
+
+def test_jobs_with_their_steps_phases_and_trajectories() -> None:
+    row = {"committed_ms": 940_000, "reward": 0.5, "kl": float("nan"), "manifest": "m"}
+    found = figures(jobs=[job("a"), job("b", Phase.FAILED)], steps={"a": [row]})
+    assert found["job_steps a"] == 3 and found["job_steps_budget a"] == 9
+    assert found["job_phase a training"] == found["job_phase b failed"] == 1
+    assert found["job_trajectories a stale_requeued"] == 4
+    assert found["job_trajectories b typed_drops"] == 2
+    assert found["job_step_age_seconds a"] == 60 and "job_step_age_seconds b" not in found
+    assert found["job_last_step a reward"] == 0.5
+    assert not [
+        name for name in found if name in ("job_last_step a kl", "job_last_step a manifest")
+    ]
+
+
+def test_a_job_that_waits_or_is_paused_is_held_and_has_no_age() -> None:
+    rows = [job("w", held="waiting: 2 workers of 4"), job("p", held="paused: by hand")]
+    found = figures(jobs=rows)
+    assert found["job_held w waiting"] == found["job_held p paused"] == 1
+    assert not [name for name in found if name.startswith("job_step_age")]
+
+
+def test_the_age_begins_anew_when_a_job_goes_on_or_begins() -> None:
+    steps = {"on": [{"committed_ms": 1_000}]}
+    rows = [job("on", held_ms=990_000), job("new", steps_done=0, since_ms=970_000)]
+    found = figures(jobs=rows, steps=steps)
+    assert found["job_step_age_seconds on"] == 10 and found["job_step_age_seconds new"] == 30
+
+
+def test_gangs_by_role_workers_and_hosts_by_state() -> None:
+    both = (Resident("g0.0", "a", Role.ROLLOUT), Resident("g0.1", "a", Role.TRAINING))
+    gangs = (Gang("g0", ("w0",), 1, both), Gang("g1", ("w1",), 1))
+    workers = (
+        WorkerRow("w0", "h", "cpu:0", 1, gang="g0"),
+        WorkerRow("w1", "h", "cpu:1", 1),
+        WorkerRow("w2", "i", "cpu:0", 1, alive=False),
+    )
+    found = figures({"h": "up", "i": "away"}, workers=workers, gangs=gangs)
+    assert [found[f"gangs {r}"] for r in ("rollout", "training", "scoring", "idle")] == [1, 1, 0, 1]
+    assert [found[f"workers {s}"] for s in ("busy", "idle", "away")] == [1, 1, 1]
+    assert [found[f"hosts {s}"] for s in ("up", "away", "drained")] == [1, 1, 0]
+
+
+def test_a_leader_stalls_and_ends() -> None:
+    stalls = [Stall(w, "engine/0", "generate", 20.0, "") for w in ("rollout/a/0", "rollout/a/1")]
+    ends = [LastEnd("engine/0", "a", -9, "signal 9", 0, 3, False)]
+    found = figures(leader="planner/1", stalls=stalls, ended=ends)
+    assert found["leader"] == 1 and found["stalls generate"] == 2
+    assert found["process_ends engine/0 a"] == 3
+    assert figures()["leader"] == 0
+
+
+HERE = "127.0.0.1:*"
+PAGE = b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nx 1\n"
+
+
+@contextmanager
+def answering(
+    *parts: bytes, pause_s: float = 0.0, together: threading.Barrier | None = None
+) -> Iterator[int]:
+    """A server for one client: it sends the parts one by one, then hangs up. `together`: not before
+    the other servers have clients too.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            client, _ = server.accept()
+            if together is not None:
+                together.wait(scaled(30.0))
+            with client:
+                client.recv(1000)
+                try:
+                    for part in parts:
+                        client.sendall(part)
+                        ended.wait(pause_s)
+                except OSError:  # nobody waits for it
+                    pass
+
+        ended = threading.Event()
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield server.getsockname()[1]
+        ended.set()
+
+
+def process(port: int, name: str = "engine/0") -> MonitoredProcess:
+    return MonitoredProcess(name, "engine", metrics=f"http://127.0.0.1:{port}")
+
+
+def test_what_hangs_drips_or_is_gone_is_down_and_the_rest_is_asked_at_the_same_time() -> None:
+    told: tuple[tuple[list[bytes], float], ...] = (
+        ([PAGE], 0.0),
+        ([b""], 3600.0),
+        ([b"H"] * 10_000, 0.2),
+        ([b"HTTP/1.0 500 no\r\n\r\n"], 0.0),
+        ([b"HTTP/1.0 200 OK\r\n\r\n\xff"], 0.0),
+    )
+    together = threading.Barrier(len(told))
+    with ExitStack() as opened:
+        ports = [
+            opened.enter_context(answering(*parts, pause_s=pause_s, together=together))
+            for parts, pause_s in told
+        ]
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            ports.append(gone.getsockname()[1])
+        began = time.monotonic()
+        found = scrape([process(port) for port in ports], HERE)
+        took_s = time.monotonic() - began
+    assert found == ["x 1\n", None, None, None, None, None]
+    assert took_s < scaled(10.0), "it waits for none to its end"
+
+
+def test_one_without_a_page_is_up_by_its_lease() -> None:
+    both = [MonitoredProcess("a", "a"), MonitoredProcess("b", "b", alive=False)]
+    assert scrape(both, HERE) == ["", None]
+
+
+def test_no_other_host_is_asked_whatever_a_record_says() -> None:
+    with answering(PAGE) as port:
+        elsewhere = MonitoredProcess("a", "a", metrics=f"http://192.0.2.1:{port}")
+        assert scrape([elsewhere], "0.0.0.0:*") == ["x 1\n"]

@@ -1,23 +1,39 @@
-"""A look at a mesh goes on over the end of its Redis, and ends with the mesh."""
+"""Looking at a run and going on with it: evaluation, restoring, resuming, talking to its model."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from meshrl.cli import app
+from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotFound, Refused
 from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.state import jobs
+from meshrl.common.state.jobs import Phase
 from meshrl.common.state.redis import embedded
 from meshrl.common.state.redis.client import State
-from meshrl.directory.places import MeshPlace, write_json
+from meshrl.directory.claims import claimed
+from meshrl.directory.places import MeshPlace, read_json, write_json
+from meshrl.job import jobfile
+from meshrl.job.bundle import pack_run
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
+from meshrl.run.evaluating import result_of
 from meshrl.run.following.looking import looks
+from meshrl.run.resuming import record_of, resume
 from tests.contract.state.state_bench import Server, running_server
 from tests.load import scaled
+from tests.unit.meshrl.run.conftest import HeldMesh
 
 WITHIN_S = 60.0
 
@@ -75,3 +91,171 @@ async def test_a_redis_that_is_away_is_asked_again_while_the_mesh_lives(
     first = ["connected", "1", "2"]
     assert heard.seen == ([*first, "connected", "3"] if lives else first)
     assert last == ("3" if lives else "2"), "what was seen last"
+
+
+def said(*words: str) -> str:
+    found = CliRunner().invoke(app, ["eval", *words])
+    assert found.exit_code == 1
+    return str(found.exception)
+
+
+def test_what_is_no_model_is_said_in_one_line(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "neither a Hugging Face directory nor a run" in said(str(tmp_path / "empty"), str(job))
+    (tmp_path / "empty/config.json").write_text("{}")
+    assert "choose a version of a run" in said(str(tmp_path / "empty"), str(job), "--step", "2")
+
+
+def test_the_first_evaluation_is_the_result(tmp_path: Path) -> None:
+    assert result_of(tmp_path) is None
+    fields = {"job": "x", "tag": "before", "figures": {"held_out.greedy": 0.5}, "failed": 1}
+    rows = [{"kind": "phase", "fields": {}}, {"kind": "evaluation", "fields": fields}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert result_of(tmp_path) == {"figures": {"held_out.greedy": 0.5}, "failed": 1}
+
+
+JOB = "sum"
+
+
+def test_the_copy_in_redis_is_used_and_without_one_it_is_said_what_to_do(tmp_path: Path) -> None:
+    document = JobConfig(name=JOB).document()
+    path = tmp_path / "job.json"
+    write_json(path, {"job": JOB, "document": document})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    with pytest.raises(Damaged, match=r"has no copy of it.*copy of the run"):
+        record_of(tmp_path)
+
+    async def submit(state: State) -> None:
+        await jobs.submit(state, JOB, document, str(tmp_path), "submit")
+
+    asyncio.run(Launcher(MeshPlace(tmp_path), MeshShape()).ask_redis(submit))
+    assert record_of(tmp_path) == {"job": JOB, "document": document}
+    assert (tmp_path / "quarantine/job.json").read_bytes() == whole[:-9]
+    assert read_json(path)["job"] == JOB
+    path.unlink()
+    assert record_of(tmp_path) == {"job": JOB, "document": document}
+
+
+DIGITS = Path(__file__).parents[4] / "tests/mesh/jobs/digits.toml"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("runs") / "digits"
+    config, base = jobfile.load(DIGITS, [f"out={directory}"])
+    with claimed(config, False) as claim:
+        pack_run(config, base, claim.directory, {"job": config.name}, DIGITS)
+        claim.keep()
+    (directory / "metrics.jsonl").write_text("")
+    return directory
+
+
+@pytest.fixture
+def run(packed: Path) -> Path:
+    """A run that has committed three steps."""
+    step = {"kind": "step", "fields": {"version": 3, "step": 3, "checkpoint": ""}}
+    (packed / "events.jsonl").write_text(json.dumps(step) + "\n")
+    (packed / "summary.json").unlink(missing_ok=True)
+    return packed
+
+
+def test_a_run_is_told_from_others_of_its_name(run: Path, tmp_path: Path) -> None:
+    config, base = jobfile.load(DIGITS, [])
+    pack_run(config, base, tmp_path, {"job": config.name}, DIGITS)
+    assert read_json(tmp_path / "job.json")["run_id"] != read_json(run / "job.json")["run_id"]
+
+
+def test_a_finished_run_says_how_to_extend_it(run: Path) -> None:
+    (run / "summary.json").write_text('{"phase": "finished", "steps": 3}')
+    with pytest.raises(Refused, match=r"finished, after 3 steps.*--set budget\.steps=N"):
+        resume(run, [])
+    with pytest.raises(Refused, match="finished"):
+        resume(run, ["optimizer.adamw_lr=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("seed=3", "seed may not change in a run: what was drawn"),
+        ("rollout.temperature=0.5", "trajectories that are under way"),
+        ("dataset.prompt=question", "copies of the files"),
+        ("optimizer.muon_lr=0.0", "neither from 0 nor to it"),
+        ("budget.steps=2", "3 steps are done"),
+        ("budget.stepz=2", r"unknown key budget\.stepz"),
+        ("optimizer.adamw_lr=-1", "at least 0"),
+        ("mesh.workers=1", "at least 2"),
+        ("training.ranks=5", r"mesh\.workers = 2 are too few"),
+    ],
+)
+def test_a_change_that_may_not_be_says_why(run: Path, setting: str, why: str) -> None:
+    before = (run / "job.json").read_bytes()
+    with pytest.raises(ConfigError, match=why):
+        resume(run, [setting])
+    assert (run / "job.json").read_bytes() == before and not (run / "mesh").exists()
+
+
+def test_a_run_that_runs_is_named(run: Path) -> None:
+    place = MeshPlace(run)
+    place.directory.mkdir()
+    try:
+        with place.lock.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with pytest.raises(Refused, match=f"the run in {run} goes on"):
+                resume(run, [])
+    finally:
+        place.lock.unlink()
+        place.directory.rmdir()
+
+
+def test_what_is_no_run_is_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="there is no run in"):
+        resume(tmp_path, [])
+    (tmp_path / "job.json").write_text("[]")
+    with pytest.raises(MeshError, match=r"job\.json"):
+        resume(tmp_path, [])
+
+
+@pytest.fixture
+def submitted(held: HeldMesh) -> Iterator[HeldMesh]:
+    """A job on a mesh that runs, whose lock somebody holds."""
+    record = read_json(held.run / "job.json")
+    record["document"]["bundle"] = {"dir": str(held.run / "bundle/d"), "digest": "d"}
+    write_json(held.run / "job.json", record)
+    with MeshPlace(held.root).lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield held
+
+
+def test_a_job_that_was_stopped_goes_on_on_its_mesh(submitted: HeldMesh) -> None:
+    held = submitted
+    with pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl watch"):
+        resume(held.run, [])
+    held.phase(Phase.STOPPED)
+    with pytest.raises(Refused, match=r"meshrl down --mesh .* --set"):
+        resume(held.run, ["budget.steps=9"])
+    stopped = held.row
+    assert stopped.phase == Phase.STOPPED
+    assert resume(held.run, []) == 0
+    assert held.row.phase == Phase.QUEUED
+    held.phase(Phase.FINISHED)
+    with pytest.raises(Refused, match=r"finished, after 8 steps.*--set budget\.steps=N"):
+        resume(held.run, [])
+
+
+def test_force_replaces_a_submitted_run_that_its_live_mesh_has_done_with(
+    submitted: HeldMesh,
+) -> None:
+    config = JobConfig(name="tiny", out=str(submitted.run))
+    with (
+        pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl cancel"),
+        claimed(config, True),
+    ):
+        pass
+    assert (submitted.run / "job.json").is_file()
+    submitted.phase(Phase.STOPPED)
+    submitted.record("stopped")
+    with claimed(config, True) as claim:
+        claim.keep()
+        claim.replace()
+    assert not (submitted.run / "job.json").exists()

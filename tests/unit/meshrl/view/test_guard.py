@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshrl.common.job.config import JobConfig
+from meshrl.common.state import jobs
 from meshrl.common.state.events import Event
 from meshrl.directory.places import MeshPlace, write_json
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape
+from meshrl.run import session
+from meshrl.sim.redis.state import simulated_state
 from meshrl.view.guard import WarningGuard
 from meshrl.view.live.view import GuardedView, RunLines
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
+from tests.load import scaled
 
 
 async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_result(
@@ -68,3 +75,103 @@ def test_a_view_whose_output_is_closed_does_not_end_the_run(
         view.say("one")
         view.say("two")
     assert capsys.readouterr().err.count("BrokenPipeError") == 1
+
+
+PATIENCE_S = 40.0
+
+
+class Followed:
+    """A run on a mesh without processes, which is followed from when a test says so."""
+
+    def __init__(self, directory: Path) -> None:
+        self.run_dir = directory / "one"
+        self.page = self.run_dir / "report.html"
+        self.launcher = Launcher(MeshPlace(directory), MeshShape())
+        self.launcher.state = simulated_state(self.launcher.clock)
+        self.stop = asyncio.Event()
+
+    async def begin(self) -> None:
+        document = JobConfig(name="one").document()
+        write_json(self.run_dir / "job.json", {"job": "one", "document": document})
+        await jobs.submit(self.launcher.state, "one", document, str(self.run_dir), "one")
+        self.recorder = Recorder(self.launcher, "one", self.run_dir)
+        await self.recorder.look()
+
+    def follow(self) -> None:
+        following = session._follow(self.recorder, self.launcher, self.stop)
+        self.following = asyncio.create_task(following)
+
+    async def until(self, look: Callable[[], bool]) -> None:
+        async with asyncio.timeout(scaled(PATIENCE_S)):
+            while not look():
+                assert not self.following.done(), self.following.exception()
+                await asyncio.sleep(0.01)
+
+    async def another_look(self) -> None:
+        last = self.recorder.shot
+        await self.until(lambda: self.recorder.shot is not last)
+
+    async def end(self) -> None:
+        self.stop.set()
+        async with asyncio.timeout(scaled(PATIENCE_S)):
+            await self.following
+
+
+@pytest.fixture
+async def followed(tmp_path: Path) -> AsyncIterator[Followed]:
+    made = Followed(tmp_path)
+    await made.begin()
+    yield made
+    await made.launcher.state.close()
+
+
+async def test_what_keeps_the_page_from_being_written_is_said_once_and_it_is_tried_again(
+    followed: Followed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "PAGE_S", 0.1)
+    samples = followed.run_dir / "samples.jsonl"
+    samples.mkdir()
+    followed.follow()
+    said = ""
+
+    def told() -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return "report cannot be written" in said
+
+    await followed.until(told)
+    for _ in range(3):
+        await followed.another_look()  # which tries again
+    followed.page.mkdir()  # before a look finds nothing in its way
+    samples.rmdir()
+    await followed.until(lambda: told() and "report.html" in said)
+    followed.page.rmdir()
+    await followed.until(followed.page.is_file)
+    await followed.end()
+    told()
+    assert said.count("report cannot be written") == 2, said
+
+
+async def test_a_page_that_takes_for_ever_holds_up_nothing_and_is_not_written_later(
+    followed: Followed,
+) -> None:
+    samples = followed.run_dir / "samples.jsonl"
+    os.mkfifo(samples)  # whoever reads it waits for who writes it
+    followed.follow()
+    opened: list[int] = []
+
+    def reader() -> bool:
+        try:
+            opened.append(os.open(samples, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            return False
+        return True
+
+    await followed.until(reader)
+    try:
+        await followed.end()
+        followed.page.write_text("of who comes after")
+    finally:
+        os.close(opened[0])
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert followed.page.read_text() == "of who comes after"

@@ -1,25 +1,37 @@
-"""The summary and the report say what the record says."""
+"""A run's report: charts and tables of its record alone, as pages and as files."""
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files.lines import line
 from meshrl.common.job.config import BudgetConfig, JobConfig
 from meshrl.common.state.events import Event
 from meshrl.common.state.jobs import Phase
+from meshrl.directory.places import write_json
 from meshrl.job.toml.writing import to_toml
 from meshrl.view.history.decisions import decisions
 from meshrl.view.history.gangs import Span, TimelineMark, WorkerTimeline, moves, spans
 from meshrl.view.history.run_snapshot import Evaluation
+from meshrl.view.recording.recorded import read_events
 from meshrl.view.recording.usage import Tally
-from meshrl.view.report import charts, figures, timeline
+from meshrl.view.report import again, charts, figures, png, timeline
 from meshrl.view.report import page as report_page
+from meshrl.view.report.charts import Figure, Series
 from meshrl.view.report.page import html
 from meshrl.view.report.report import RunEnd, planned_moves, summarize
+from tests.load import scaled
 
 ACCOUNT = {
     "opened": 512,
@@ -346,3 +358,85 @@ def test_the_resolved_job_reads_back_as_it_was() -> None:
     document["environment"]["tools"] = {"odd name": "a:b"}
     document["model"]["config"] = {"nested": {"x": [1, "two"]}, "eps": 1e-6}
     assert tomllib.loads(to_toml(document)) == document
+
+
+def recorded(run_dir: Path, over: bool = True) -> None:
+    document = JobConfig(name="tiny").document()
+    write_json(run_dir / "job.json", {"job": "tiny", "document": document})
+    written(run_dir / "events.jsonl", [asdict(event) for event in EVENTS])
+    written(run_dir / "metrics.jsonl", ROWS)
+    if over:
+        write_json(run_dir / "summary.json", summary())
+
+
+def written(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    path.write_bytes(b"".join(line(row, n) for n, row in enumerate(rows)))
+
+
+def test_the_report_of_a_run_that_is_over_is_drawn_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(tmp_path)
+    again.show(tmp_path, None)
+    page = (tmp_path / "report.html").read_text()
+    assert "<title>tiny, seed 3</title>" in page and "training on w1, asleep in memory" in page
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_the_page_of_a_run_that_goes_on_is_left_to_who_records_it(tmp_path: Path) -> None:
+    recorded(tmp_path, over=False)
+    with pytest.raises(NotFound, match=r"is not over.*summary\.json"):
+        again.show(tmp_path, None)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.deep
+def test_each_figure_of_the_page_that_shows_something_is_a_file_also_while_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    recorded(tmp_path, over=False)
+    assert read_events(tmp_path)
+    written_files = again.draw(tmp_path, tmp_path / "new" / "figures")
+    names = {path.name for path in written_files}
+    assert {p.name for p in (tmp_path / "new" / "figures").iterdir()} == names
+    assert {"learning.png", "seconds-a-step.png", "which-worker-did-what-when.png"} <= names
+    assert "evaluation.png" not in names  # no dataset beside the held-out set
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_each_figure_that_has_points_is_a_file_called_by_its_title(tmp_path: Path) -> None:
+    points = [(1.0, 0.5), (2.0, float("nan")), (3.0, 0.7)]
+    figure = Figure("KL divergence, nats", [Series("a", points), Series("b", points, dots=True)])
+    path = png.lines(figure, tmp_path)
+    assert path == tmp_path / "kl-divergence-nats.png"
+    assert path.read_bytes().startswith(PNG)
+    assert png.lines(Figure("Nothing", [Series("a", [])]), tmp_path) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["kl-divergence-nats.png"]
+
+
+def test_the_timeline_of_workers_is_one_too(tmp_path: Path) -> None:
+    spans = [
+        Span("w0 w1", "training", "ready", 0.0, 9.0),
+        Span("w1", "rollout", "leaving", 2.0, 12.0),
+    ]
+    marks = [TimelineMark(2.0, "moved", ("w1",)), TimelineMark(3.0, "declined")]
+    found = WorkerTimeline(spans, marks, [TimelineMark(1.0, "it ended")], 9.0)
+    path = png.workers("Workers", found, tmp_path)
+    assert path is not None and path.read_bytes().startswith(PNG)
+    assert png.workers("Workers", WorkerTimeline([], [], [], 9.0), tmp_path) is None
+
+
+def test_without_matplotlib_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    png.needed()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NotFound) as refused:
+        png.needed()
+    assert "pip install 'meshrl[plots]'" in refused.value.fix
+
+
+def test_a_report_is_drawn_without_matplotlib() -> None:
+    asked = "import sys; import meshrl.view.report.report, meshrl.view.report.again; "
+    asked += "sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], timeout=scaled(60)).returncode == 0

@@ -1,7 +1,10 @@
-"""Snapshots: what a reading of Redis says about a run, and how it is shown."""
+"""The live view of a run: progress, what waits, failures and storage."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from meshrl.common.base.files import lines
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state.events import Event
 from meshrl.common.state.jobs import JobRow, Phase
@@ -22,9 +26,11 @@ from meshrl.common.state.pool.workers.rows import (
     WorkerRow,
 )
 from meshrl.common.state.registry import Entry
+from meshrl.view import storage
+from meshrl.view.history.failures import AGAIN_S, Heard, ShownFailures, of_share
 from meshrl.view.history.news import told
 from meshrl.view.history.run_snapshot import RunHistory, RunReading, evaluation, snapshot
-from meshrl.view.live.view import RunLines, clock, screen, sparkline
+from meshrl.view.live.view import RunLines, clock, evaluation_line, screen, sparkline, step_line
 from meshrl.view.mesh.rates import time_to_go
 from meshrl.view.mesh.snapshot import MeshSnapshot
 
@@ -314,3 +320,139 @@ def test_a_process_that_ends_again_and_again_is_told_of_ever_more_rarely(
         look = reading(10.0, 0, ended("environment-rollout-0-0", times=times))
         lines.show(snapshot(look, history), [])
     assert capsys.readouterr().out.count("environment-rollout-0-0 ended") == 3 + 5
+
+
+WHERE = "digits.py:12 in reward()"
+
+
+def failure(count: int = 1, **more: Any) -> Event:
+    fields = {
+        "job": "tiny",
+        "kind": "reward raised",
+        "text": "ValueError: no",
+        "where": WHERE,
+        "count": count,
+        "calls": 0,
+        "evaluation": False,
+        "by": "rollout/0",
+    }
+    return Event("1-0", 1, "failure", fields | more)
+
+
+def test_the_first_of_each_kind_is_said_at_once_and_then_its_count_with_each_step() -> None:
+    heard, told = Heard([failure()]), ShownFailures()
+    assert told.news(heard.all, False, 1.0) == [f"reward raised at {WHERE}: ValueError: no"]
+    heard.hear(failure(5))
+    assert told.news(heard.all, False, 2.0) == []
+    assert told.news(heard.all, True, 3.0) == [f"failed so far: reward raised 6 ({WHERE})"]
+    assert told.news(heard.all, True, 4.0) == [], "nothing new"
+    hung = failure(0, kind="reward timed out", text="reward took more than 5 s", calls=1)
+    heard.hear(hung)
+    assert told.news(heard.all, False, 5.0)[0].startswith("reward timed out at ")
+    heard.hear(hung)
+    assert told.news(heard.all, False, 6.0 + AGAIN_S) == [
+        f"failed so far: reward timed out 0, 2 calls given up ({WHERE})"
+    ], "also where no step comes"
+
+
+def test_plain_lines_tell_of_failures_and_of_each_steps_share(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shot = snapshot(reading(10.0, 0.0, failure(3)), RunHistory())
+    lines = RunLines()
+    lines.show(shot, [])
+    assert f"reward raised at {WHERE}: ValueError: no" in capsys.readouterr().out
+    assert "  failed 12 %  " in step_line(row(1, failed_share=0.125), shot)
+    assert "  failed 0 %  " in step_line(row(1), shot)
+
+
+def test_a_figure_says_of_which_share_of_its_samples_it_is() -> None:
+    assert (of_share(0.4), of_share(1.0), of_share(None)) == (" of 40 %", "", "")
+    assert of_share(0.999) == " of 99.9 %"
+    some = evaluation(
+        {
+            "tag": "step-10",
+            "step": 10,
+            "sampled": 0.361,
+            "figures": {"held_out.sampled": 0.361, "more.mean": 0.5},
+            "shares": {"held_out.sampled": 0.4, "more.mean": 1.0},
+            "reasons": {"reward raised": 154},
+        }
+    )
+    said = "held-out after step 10: 0.361 sampled of 40 %, more.mean 0.500"
+    assert evaluation_line(some) == said
+
+
+def test_an_evaluation_that_loses_everything_says_so() -> None:
+    none = evaluation(
+        {
+            "tag": "before",
+            "step": 0,
+            "shares": {"held_out.sampled": 0.0, "held_out.greedy": 0.0},
+            "reasons": {"reward raised": 512},
+        }
+    )
+    assert evaluation_line(none) == (
+        "evaluated after step 0: held_out.sampled, held_out.greedy: no sample was scored "
+        "(reward raised 512)"
+    )
+
+
+NO_ROOM_THERE = Path("/proc")  # a file system that never has any
+
+
+def test_a_disk_without_room_is_named_with_what_to_do(tmp_path: Path) -> None:
+    assert storage.full([tmp_path, tmp_path / "gone"]) == ""
+    text = storage.full([tmp_path, NO_ROOM_THERE])
+    assert "disk of /proc is full" in text and "Make room" in text
+
+
+def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    code = f"""
+        import resource
+        from pathlib import Path
+        from meshrl.common.base.errors import StorageFull
+        from meshrl.common.base.files.lines import LineFile
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        try:
+            for step in range(20):
+                LineFile(Path({str(path)!r})).append([{{"step": step}}, {{"also": step}}])
+        except StorageFull as error:
+            print(error.where, step)
+    """
+    said = subprocess.check_output([sys.executable, "-c", textwrap.dedent(code)], text=True)
+    where, step = said.split()
+    assert where == str(path)
+    before = path.read_text()
+    assert before.endswith("\n") and len(lines.read(path).rows) == 2 * int(step)
+    assert lines.read(path).rows[-1] == {"also": int(step) - 1}
+
+
+def test_a_log_on_a_full_disk_fails_nobody() -> None:
+    code = """
+        from meshrl.common.mesh.telemetry.logs import Telemetry, log_to_stderr
+        log_to_stderr("rollout/0")
+        for _ in range(3):
+            Telemetry("rollout/0").log.error("ledger: disk full")
+        print("goes on")
+    """
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", textwrap.dedent(code)]
+        said = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True)
+    assert said.stdout == "goes on\n"
+
+
+def test_the_run_says_at_once_who_waits_for_room_and_when_there_is_some(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waits = [{"on": "disk", "what": "room for the ledger", "since_ms": 0, "count": 1}]
+    full, well = reading(10.0, 0), reading(14.0, 0)
+    entry = Entry(name="rollout/0", kind="rollout", alive=True, waits=waits)
+    full.mesh = replace(full.mesh, entries=[entry])
+    lines, history = RunLines(), RunHistory()
+    for look in (full, full, well):
+        lines.show(snapshot(look, history), [])
+    printed = capsys.readouterr().out
+    assert printed.count("a disk is full: rollout/0 waits for room for the ledger. Make room") == 1
+    assert printed.count("there is room on the disk again") == 1

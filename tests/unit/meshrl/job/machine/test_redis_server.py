@@ -1,4 +1,4 @@
-"""A Redis that cannot be used is said in its own words, before a mesh starts."""
+"""Checks of the machine that a job needs: its addresses, quota and Redis server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import pytest
 from meshrl.common.base.errors import ConfigError, MeshError, StateUnavailable
 from meshrl.common.state.redis import embedded
 from meshrl.common.state.redis.client import State
-from meshrl.launch.checks import redis_server
+from meshrl.job.checks.machine import all_checks
+from meshrl.job.model_files import size
+from meshrl.launch.checks import addresses, redis_server
 from tests.load import scaled
+from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 PASSWORD = "sesame-sesame"
 
@@ -44,7 +47,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         process.kill()
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, url: str) -> MeshError:
+def refused_server(monkeypatch: pytest.MonkeyPatch, url: str) -> MeshError:
     monkeypatch.setenv("MESHRL_REDIS_URL", url)
     with pytest.raises((ConfigError, StateUnavailable)) as caught:
         redis_server.usable()
@@ -68,7 +71,7 @@ def test_a_server_that_answers_is_fine(guarded: Path, monkeypatch: pytest.Monkey
 def test_a_server_that_refuses_us_is_quoted(
     guarded: Path, monkeypatch: pytest.MonkeyPatch, user: str, says: str
 ) -> None:
-    error = refusal(monkeypatch, f"unix://{user}{guarded}")
+    error = refused_server(monkeypatch, f"unix://{user}{guarded}")
     assert isinstance(error, ConfigError) and says in error.message and "USER:PASSWORD" in error.fix
 
 
@@ -84,14 +87,14 @@ def test_a_server_that_refuses_us_is_quoted(
     ],
 )
 def test_what_is_no_url_of_a_redis_is_one_line(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    error = refusal(monkeypatch, url)
+    error = refused_server(monkeypatch, url)
     assert isinstance(error, ConfigError) and "redis://HOST:PORT" in error.fix
 
 
 def test_nobody_at_the_port_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    error = refusal(monkeypatch, f"redis://127.0.0.1:{port}/0")
+    error = refused_server(monkeypatch, f"redis://127.0.0.1:{port}/0")
     assert isinstance(error, StateUnavailable) and "Connect call failed" in error.message
 
 
@@ -111,7 +114,7 @@ def test_another_server_at_the_port_is_no_redis(monkeypatch: pytest.MonkeyPatch)
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         port = listener.getsockname()[1]
-        error = refusal(monkeypatch, f"redis://127.0.0.1:{port}/0")
+        error = refused_server(monkeypatch, f"redis://127.0.0.1:{port}/0")
         listener.shutdown(socket.SHUT_RDWR)
     assert "no Redis" in error.message
 
@@ -119,5 +122,56 @@ def test_another_server_at_the_port_is_no_redis(monkeypatch: pytest.MonkeyPatch)
 def test_a_database_that_is_not_there_is_quoted(
     guarded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = refusal(monkeypatch, f"unix://:{PASSWORD}@{guarded}?db=999")
+    error = refused_server(monkeypatch, f"unix://:{PASSWORD}@{guarded}?db=999")
     assert "DB index is out of range" in error.message
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*", "tcp://localhost:*"])
+def test_addresses_of_this_host_are_fine(place: Path, endpoint: str) -> None:
+    addresses.bind(read(place, f"mesh.bind={endpoint}"))
+
+
+def test_an_address_of_another_host_is_refused(place: Path) -> None:
+    said = refusal(addresses.bind, place, "mesh.bind=tcp://192.0.2.1:*")  # of no host: RFC 5737
+    assert "no process can listen at 'tcp://192.0.2.1:*'" in said and "127.0.0.1" in said
+    assert "192.0.2.1" in refusal(addresses.metrics, place, "mesh.metrics=192.0.2.1:*")
+
+
+def test_one_port_is_too_few_for_the_processes_of_a_mesh(place: Path) -> None:
+    said = refusal(addresses.bind, place, "mesh.bind=tcp://127.0.0.1:5555")
+    assert "names one port" in said and "Write * in place of the port" in said
+
+
+def test_a_range_with_too_few_ports_says_how_many_are_needed() -> None:
+    addresses.room("tcp://127.0.0.1:*", 12)
+    addresses.room("tcp://127.0.0.1:29400-29900", 12)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=r"0 of the 1 ports .* take 12") as caught:
+            addresses.room(f"tcp://127.0.0.1:{port}-{port}", 12)
+    assert "LOW-HIGH" in caught.value.fix
+
+
+def test_metrics_take_a_free_port_for_each_process(place: Path) -> None:
+    addresses.metrics(read(place, "mesh.metrics=off"))
+    addresses.metrics(read(place))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refusal(addresses.metrics, place, f"mesh.metrics=127.0.0.1:{port}")
+    assert "has 0 free ports" in said and "12 processes" in said and "HOST:*" in said
+    assert "free ports" in refusal(addresses.metrics, place, "mesh.metrics=127.0.0.1:29400-29402")
+    addresses.metrics(read(place, "mesh.metrics=127.0.0.1:29400-29900"))
+
+
+GIB = 1 << 30
+
+
+def test_versions_that_a_run_has_at_a_time_must_have_room(place: Path) -> None:
+    of_one = size(read(place).config) * 4 / GIB
+    terms = ("budget.steps=40", "training.keep_checkpoints=2", "training.checkpoint_every=4")
+    said = refusal(all_checks.quota, place, *terms, f"weights.quota_gb={3.9 * of_one}")
+    assert "too few for 4 versions" in said and "training.keep_checkpoints" in said
+    all_checks.quota(read(place, *terms, f"weights.quota_gb={4 * of_one}"))
+    half = (f"weights.quota_gb={2 * of_one}", 'rollout.dtype="bfloat16"')
+    all_checks.quota(read(place, *terms, *half))
+    all_checks.quota(read(place, *terms))

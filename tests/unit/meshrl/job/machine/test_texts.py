@@ -1,4 +1,4 @@
-"""Texts that the tokenizer would not write as they are keep a job from starting."""
+"""Checks of a job's texts: prompts, rows and their tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from meshrl.job.checks.machine import modules
-from meshrl.job.checks.machine.rows import texts
+from meshrl.job import jobfile
+from meshrl.job.checks.machine import modules, tokens
+from meshrl.job.checks.machine.rows import prompts, texts
+from tests.unit.meshrl.conftest import SHAPE
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 ROOM = """\
@@ -75,3 +77,61 @@ def test_prompts_that_an_environment_opens_are_sampled(rows: Path) -> None:
     write(rows, *({"prompt": "1="} for _ in range(9)), {"prompt": 5})
     said = refusal(modules.imported, rows, "environment.use=rooms:room")
     assert "TypeError" in said and "train.jsonl, line 10" in said and "rooms.py, line 3" in said
+
+
+def write_rows(place: Path, name: str, *rows: object) -> None:
+    (place.parent / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_prompts_with_room_for_a_turn_are_taken(place: Path) -> None:
+    write_rows(place, "train.jsonl", {"prompt": "1" * 63}, {"prompt": "2"})
+    prompts.lengths(read(place))
+    place.write_text(place.read_text().replace("[algorithm]\ngroup_size = 4\n", ""))
+    write_rows(place, "train.jsonl", {"prompt": "1" * 40, "response": "1" * 24})
+    prompts.lengths(read(place, "algorithm.name=sft", "reward.use="))
+
+
+def test_rows_of_an_environment_of_the_authors_own_are_its_business(place: Path) -> None:
+    write_rows(place, "train.jsonl", {"prompt": "1" * 100})
+    (place.parent / "rooms.py").write_text("def room(): ...\n")
+    prompts.lengths(read(place, "environment.use=rooms:room"))
+
+
+def frozen(directory: Path, positions: int) -> None:
+    directory.mkdir()
+    described = SHAPE | {"max_position_embeddings": positions}
+    (directory / "config.json").write_text(json.dumps(described))
+
+
+def test_trajectories_longer_than_the_models_positions_are_refused(place: Path) -> None:
+    positions = "model.config.max_position_embeddings=256"
+    tokens.positions(read(place, positions, "rollout.max_tokens=256"))
+    with pytest.raises(
+        Exception, match=r"max_tokens = 320 \(the default\) exceeds .* 256 pos"
+    ) as e:
+        tokens.positions(jobfile.read(place, [positions]))
+    assert "Set rollout.max_tokens to 256 or less" in str(e.value)
+
+
+def test_so_are_those_that_a_frozen_model_has_no_positions_for(place: Path) -> None:
+    frozen(place.parent / "teacher", 48)
+    teacher = "models.teacher.path=teacher"
+    said = refusal(tokens.positions, place, teacher)
+    assert "models.teacher" in said and "rollout.max_tokens = 64" in said and "48" in said
+    said = refusal(tokens.positions, place, teacher, "models.teacher.max_tokens=50")
+    assert "models.teacher.max_tokens = 50 exceeds" in said
+    tokens.positions(read(place, teacher, "models.teacher.max_tokens=48"))
+
+
+def test_added_tokens_count_where_ids_are_compared_with_rows(place: Path) -> None:
+    tokens.vocabulary(read(place))
+    file = place.parent / "added.json"
+    backend = Backend.from_file(str(place.parent / "tokenizer.json"))
+    backend.add_tokens([AddedToken(f"<extra {i}>") for i in range(5)])
+    backend.save(str(file))
+    said = refusal(tokens.vocabulary, place, "model.tokenizer=added.json")
+    assert "ids up to 16 ('<extra 4>')" in said
+
+
+def test_tokens_that_end_a_turn_are_taken(place: Path) -> None:
+    tokens.stop(read(place, 'rollout.stop=["="]', 'rollout.stop_text=["12="]'))

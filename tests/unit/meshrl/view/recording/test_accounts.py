@@ -1,13 +1,18 @@
-"""What a job has used: its own processes whole, what serves all jobs in equal parts."""
+"""What a run's record adds up to: groups in flight at its end, seconds used, waited and paused."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshrl.common.base.files import lines
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.workers.rows import (
     Doing,
     Gang,
@@ -18,9 +23,94 @@ from meshrl.common.state.pool.workers.rows import (
     WorkerRow,
 )
 from meshrl.common.state.registry import Entry
+from meshrl.run.session import status
+from meshrl.view.history.held import held_s
 from meshrl.view.mesh.processes import Meter, Used, owner
 from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.view.recording.audit import audit, show, without_fate
 from meshrl.view.recording.usage import Tally
+
+LATE_MS = 60_000
+
+
+def story(*told: tuple[int, str, dict[str, Any]]) -> list[Event]:
+    return [
+        Event(f"{n}-0", ms, kind, {"job": "j"} | fields)
+        for n, (ms, kind, fields) in enumerate(told)
+    ]
+
+
+def opened(ms: int, *groups: int) -> tuple[int, str, dict[str, Any]]:
+    return ms, "opened", {"groups": list(groups), "samples": 4}
+
+
+def step(number: int, *groups: int) -> tuple[int, str, dict[str, Any]]:
+    return LATE_MS, "step", {"step": number, "groups": [{"group": g} for g in groups]}
+
+
+def test_finished_groups_that_no_step_took_are_in_flight() -> None:
+    told = story(
+        opened(0, 1, 2), (1, "ready", {"group": 1}), (2, "ready", {"group": 2}), step(1, 1)
+    )
+    assert without_fate(told, "j", set()) == {2: 4}
+
+
+def test_groups_of_the_ledger_are_in_flight_until_their_fate_is_told() -> None:
+    told = story(opened(0, 1, 2, 3), (LATE_MS, "dropped", {"group": 3}))
+    assert without_fate(told, "j", {1, 2, 3}) == {1: 4, 2: 4}
+
+
+def test_a_group_that_neither_the_ledger_nor_an_event_knows_is_lost_unless_it_is_brand_new() -> (
+    None
+):
+    told = story(opened(0, 1), opened(LATE_MS - 10, 2), step(1))
+    assert without_fate(told, "j", set()) == {2: 4}
+
+
+def test_groups_of_an_abandoned_step_are_in_flight_again() -> None:
+    told = story(
+        opened(0, 1, 2),
+        (1, "ready", {"group": 1}),
+        (1, "ready", {"group": 2}),
+        step(1, 1),
+        step(2, 2),
+        (LATE_MS, "lineage", {"version": 1}),
+    )
+    assert without_fate(told, "j", set()) == {2: 4}
+
+
+def test_a_restored_job_begins_without_groups() -> None:
+    told = story(opened(LATE_MS, 1), (LATE_MS, "restored", {"counts": {}}))
+    assert without_fate(told, "j", {1}) == {}
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("", [opened(0, 1), step(1, 1)]),
+        ("lost", [opened(0, 1, 2), step(1, 1)]),
+        ("trained_twice", [opened(0, 1), step(1, 1), step(2, 1)]),
+        ("opened_twice", [opened(0, 1), step(1, 1), opened(LATE_MS, 1)]),
+    ],
+)
+def test_an_account_that_is_wrong_fails_the_run_and_says_by_how_much(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, told: list[Any]
+) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"job": "j", "document": {}}))
+    rows = [asdict(event) for event in story(*told)]
+    for row in rows:
+        for group in row["fields"]["groups"] if row["kind"] == "step" else []:
+            group.update(samples=4, scored=4, filtered=False)
+    written = b"".join(lines.line(row, number) for number, row in enumerate(rows))
+    (tmp_path / "events.jsonl").write_bytes(written)
+    assert show(tmp_path, as_json=True) == (1 if what else 0)
+    said = capsys.readouterr().err
+    found = audit(tmp_path)
+    assert status(found, Phase.FINISHED, gave_up=False) == (1 if what else 0)
+    assert status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
+    if what:
+        assert found[what] and f"{what} = {found[what]}" in said and "start over" in said
+
 
 OWNERS = {"trainer/a": "a", "trainer/b": "b"}
 
@@ -121,3 +211,30 @@ def test_a_resident_that_takes_turns_is_charged_what_it_computed() -> None:
         alone.see_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
     assert alone.accelerator_s == pytest.approx(10.0), "it takes no turns"
     assert a.accelerator_s == pytest.approx(3.0), "what it had computed before is another's count"
+
+
+def admission(second: int, held: str) -> Event:
+    fields = {"job": "a", "held": held, "rule": "r"}
+    return Event(f"{second}-0", second * 1000, "admission", fields)
+
+
+EVENTS = [
+    admission(10, "waiting: no worker is free"),
+    admission(40, "paused: b goes first"),
+    admission(100, ""),
+    admission(200, "paused: b goes first"),
+]
+
+
+def test_each_state_lasts_to_the_next_and_the_last_one_to_the_end() -> None:
+    assert held_s(EVENTS, "a") == {"waiting": 30.0, "paused": 60.0}
+    assert held_s(EVENTS, "a", 230_000) == {"waiting": 30.0, "paused": 90.0}
+
+
+def test_nobody_waits_while_the_mesh_is_down(tmp_path: Path) -> None:
+    tally = Tally()
+    for began, last in ((0, 15), (0, 20), (30, 50), (90, 300)):
+        tally.see_session(began * 1000, last * 1000)
+        tally.write(tmp_path / "usage.json", 0.0)
+        tally = Tally.read(tmp_path / "usage.json")
+    assert held_s(EVENTS, "a", 230_000, tally.sessions) == {"waiting": 20.0, "paused": 50.0}

@@ -33,7 +33,7 @@ from meshrl.view.trackers.trackers import (
 from tests.load import scaled
 from tests.unit.meshrl.view.test_samples import sample
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 CHILD = """
 import json, os, sys, time
 sys.path.insert(0, {root!r})

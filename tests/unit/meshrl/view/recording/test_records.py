@@ -172,7 +172,7 @@ async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
     (tmp_path / "packages" / "wandb.py").write_text(HANGING)
     hung = tmp_path / "hung"
     monkeypatch.setenv("HUNG", str(hung))
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[5]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'packages'}{os.pathsep}{root}")
     state = recorded.launcher.state
     one = await recorded.submit("one", JobConfig(tracking=TrackingConfig(wandb="project")))

@@ -1,0 +1,244 @@
+"""A job's events: which are its own, its decisions, and what became of its moves."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.explained import Explained, explained_of
+from meshrl.view.history import moves
+from meshrl.view.history.belonging import Belonging
+from meshrl.view.history.decisions import MOST, about, told
+from meshrl.view.history.news import told as news
+from meshrl.view.live import tables
+from meshrl.view.mesh.processes import job_in
+
+Told = list[tuple[str, dict[str, Any]]]
+
+
+def desired(job: str, resident: str, *workers: str, role: str = "rollout") -> tuple[str, Any]:
+    gang = resident.partition(".")[0]
+    return "desired", {
+        "gang": gang,
+        "resident": resident,
+        "job": job,
+        "role": role,
+        "workers": list(workers),
+    }
+
+
+def registered(name: str) -> tuple[str, Any]:
+    return "registered", {"name": name, "kind": name.partition("/")[0], "token": 1}
+
+
+STREAM: Told = [
+    desired("a", "g0.0", "w0"),
+    desired("b", "g1.0", "w1"),
+    ("actual", {"gang": "g1", "resident": "g1.0", "job": "b", "role": "rollout"}),
+    registered("engine/g0.0"),
+    registered("engine/g1.0"),
+    registered("rollout/a/0"),
+    registered("rollout/b/0"),
+    registered("trainer/b"),
+    registered("rank/a/1"),
+    registered("weights"),
+    ("services", {"host": "h0", "services": ["rollout/a/0", "sandbox/a/0"]}),
+    ("services", {"host": "h0", "services": ["rollout/b/0"]}),
+    ("lost", {"worker": "w1", "reason": "its lease has lapsed"}),
+    ("process_ended", {"name": "worker/w1", "why": "signal 9"}),
+    ("process_ended", {"name": "rollout/a/0", "why": "signal 9", "job": "a"}),
+    ("admission", {"job": "b", "held": "waiting: one worker is needed", "rule": "share"}),
+    ("gang", {"gang": "g1", "workers": ["w1"], "dissolved": True, "rule": "lost"}),
+    ("leader", {"election": "planner", "owner": "planner/1", "token": 2}),
+]
+
+
+def of(job: str, told: Told, every_ms: int = 10) -> list[int]:
+    """Places in the stream of the events that are in the job's record."""
+    mine = Belonging(job)
+    numbered = enumerate(told)
+    events = (Event(f"{n}-0", n * every_ms, kind, fields) for n, (kind, fields) in numbered)
+    return [place for place, event in enumerate(events) if mine.takes(event)]
+
+
+def test_each_job_has_its_own_events_and_those_of_the_mesh() -> None:
+    assert of("a", STREAM) == [0, 3, 5, 8, 9, 10, 11, 14, 17]
+    assert of("b", STREAM) == [1, 2, 4, 6, 7, 9, 11, 12, 13, 15, 16, 17]
+    assert of("c", STREAM) == [9, 17]
+
+
+def test_a_worker_that_is_lost_is_news_for_a_job_only_while_it_serves_it() -> None:
+    lost = ("lost", {"worker": "w0", "reason": "gone"})
+    left = desired("a", "g0.0", "w0", role="idle")
+    other = desired("b", "g0.1", "w0")
+    assert of("a", [desired("a", "g0.0", "w0"), left, lost]) == [0, 1, 2], "one write told both"
+    assert of("a", [desired("a", "g0.0", "w0"), left, lost], every_ms=2_000) == [0, 1]
+    assert of("a", [desired("a", "g0.0", "w0"), left, other, lost], every_ms=2_000) == [0, 1]
+    assert of("b", [desired("a", "g0.0", "w0"), left, other, lost]) == [2, 3]
+    assert of("a", [desired("a", "g0.0", "w0"), other, lost]) == [0, 2], "both reside on it"
+
+
+def test_the_end_of_a_process_that_was_sent_away_is_still_its_jobs() -> None:
+    left = desired("a", "g0.0", "w0", role="idle")
+    ended = ("released", {"name": "engine/g0.0", "token": 1})
+    assert of("a", [desired("a", "g0.0", "w0"), left, ended], every_ms=9_000) == [0, 1, 2]
+
+
+def test_a_record_that_is_taken_up_again_knows_what_it_held_before() -> None:
+    kind, fields = desired("a", "g0.0", "w0")
+    mine = Belonging("a", [Event("1-0", 1, kind, fields)])
+    lost = Event("2-0", 2, "lost", {"worker": "w0", "reason": "gone"})
+    assert mine.takes(lost)
+    assert not Belonging("a").takes(lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [
+        ("trainer/a", "a"),
+        ("scoring/a", "a"),
+        ("rank/a/1", "a"),
+        ("rollout/a/0", "a"),
+        ("sandbox/a/12", "a"),
+        ("engine/g0.0", ""),
+        ("worker/w0", ""),
+        ("planner/0", ""),
+        ("weights", ""),
+    ],
+)
+def test_a_process_s_name_tells_its_job(name: str, job: str) -> None:
+    assert job_in(name) == job
+
+
+def event(kind: str, number: int = 1, **fields: Any) -> Event:
+    return Event(f"{number}-0", number, kind, fields)
+
+
+def test_only_decisions_that_concern_it_are_found() -> None:
+    events = [
+        event("admission", job="a", held="waiting: two workers", rule="share", free=1),
+        event("admission", job="b", held=""),
+        event("desired", gang="g3", job="a", role="rollout", reason="default"),
+        event("gang", gang="g3", workers=["w1", "w2"], formed=True, rule="default"),
+        event("services", host="here", services=["rollout/a/0", "sandbox/b/0"]),
+        event("step", job="a"),  # no decision
+    ]
+    assert [e.kind for e in about(events, "a")] == ["admission", "desired", "services"]
+    assert [e.kind for e in about(events, "g3")] == ["desired", "gang"]
+    assert [e.kind for e in about(events, "worker/w2")] == ["gang"]
+    assert about(events, "c") == []
+
+
+def test_the_last_ones_are_kept() -> None:
+    events = [event("admission", n, job="a") for n in range(MOST + 5)]
+    assert [e.ms for e in about(events, "a")] == list(range(5, MOST + 5))
+
+
+def test_a_line_tells_rule_and_figures_and_nothing_that_is_empty() -> None:
+    line = told(
+        event(
+            "admission",
+            job="a",
+            held="",
+            rule="share",
+            weight=1 / 3,
+            floor=0,
+            token=7,
+            pinned=False,
+        )
+    )
+    assert line.partition(" ")[2] == "admission, rule share: job a, weight 0.3333, floor 0"
+
+
+def test_a_wish_is_said_in_words() -> None:
+    fields: dict[str, Any] = {"gang": "g3", "resident": "g3.1", "job": "a", "role": "rollout"}
+    fields |= {
+        "tier": "accelerator",
+        "workers": ["w2"],
+        "reason": "share",
+        "token": 7,
+        "generation": 1,
+        "epoch": 1,
+    }
+    line = told(event("desired", entitled=3, **fields))
+    assert line.partition(" ")[2] == "a, g3.1: rollout on w2: share (entitled 3)"
+
+
+FIELDS: dict[str, Any] = {
+    "job": "sums",
+    "resident": "g2.1",
+    "policy": "stage_time",
+    "from": "rollout",
+    "to": "training",
+    "step": 8,
+    "before_s": 0.95,
+    "predicted_s": 0.81,
+    "observed_s": 0.78,
+    "expected_s": 0.96,
+    "regret_s": 0.0,
+    "paid": True,
+    "undone": False,
+}
+
+
+def judged(number: int = 1, **fields: Any) -> Event:
+    return Event(f"{number}-0", number, "move_judged", FIELDS | fields)
+
+
+def printed(*events: Event) -> list[str]:
+    out = StringIO()
+    Console(file=out, width=200).print(tables.moves(moves.judged(events)))
+    return [" ".join(line.split()) for line in out.getvalue().splitlines()]
+
+
+def test_the_last_ten_judged_moves_of_a_job_a_gang_or_a_resident_are_found() -> None:
+    found = [judged(n) for n in range(12)]
+    found += [judged(20, job="other", resident="g3.0"), Event("21-0", 21, "move", {"gang": "g2"})]
+    assert [move.ms for move in moves.judged(found, "sums")] == list(range(2, 12))
+    assert [move.ms for move in moves.judged(found, "g3")] == [20]
+    assert [move.ms for move in moves.judged(found, "g3.0")] == [20]
+    assert [move.ms for move in moves.judged(found)][-1] == 20
+    assert moves.judged(found, "g30") == []
+
+
+def test_a_row_has_what_was_predicted_and_what_came_of_it() -> None:
+    head, paid, undone = printed(
+        judged(), judged(paid=False, undone=True, regret_s=0.12, reason="it did not pay in 8 steps")
+    )
+    assert head.split() == list(tables.MOVE_COLUMNS)
+    assert paid.partition(" ")[2] == (
+        "8 g2 rollout -> training stage_time 0.95 s 0.96 s 0.81 s 0.78 s 0 s paid"
+    )
+    assert undone.endswith("0.12 s did not pay, undone: it did not pay in 8 steps")
+
+
+def test_what_an_event_does_not_tell_is_a_dash() -> None:
+    _, row = printed(Event("1-0", 1, "move_judged", {"job": "sums", "resident": "g2.1"}))
+    assert row.endswith("- - - - - did not pay")
+
+
+def test_what_came_of_a_move_is_news_of_the_run() -> None:
+    assert news(judged()) == (
+        "the move of g2 to training paid: 0.78 s a step, predicted 0.81 s, 0.96 s without it"
+    )
+
+
+def test_the_present_is_told_with_what_binds_and_why_nothing_moves() -> None:
+    news = Explained(0.81, 0.81, 0.6, 0.0, "latency", "no split is 5 % faster", 0.124)
+    assert moves.present(news) == [
+        "a step is predicted to take 0.81 s: rollout 0.81 s, training 0.6 s",
+        "what binds is latency",
+        "predictions of moves were off by 12 % (median)",
+        "no split is 5 % faster",
+    ]
+    assert moves.present(Explained()) == []
+
+
+def test_a_memory_that_says_nothing_of_a_job_or_of_a_figure_is_read() -> None:
+    assert explained_of({"entitled": {"sums": 2}}) == {}
+    news = explained_of({"explained": {"sums": {"step_s": 1, "error": None, "more": "?"}}})
+    assert news == {"sums": Explained(step_s=1.0)}
