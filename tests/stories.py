@@ -9,18 +9,20 @@ from typing import Any
 Story = Callable[..., Awaitable[None]]
 
 
-def story_on(stage: Callable[..., None], *fixtures: str) -> Callable[[Story], Callable[..., None]]:
+def story_on(
+    stage: Callable[..., None], *fixtures: str, given: int = 1
+) -> Callable[[Story], Callable[..., None]]:
     """Make a test of a story. `stage` gets the values of `fixtures` and a function that it awaits
-    with what the story takes first; the rest of the story's arguments are fixtures of the test.
+    with the `given` first arguments of the story; the others are fixtures of the test.
     """
 
     def made(story: Story) -> Callable[..., None]:
-        taken = list(inspect.signature(story).parameters.values())[1:]
+        taken = list(inspect.signature(story).parameters.values())[given:]
         own = [one.name for one in taken]
 
         def test(**values: Any) -> None:
             rest = {name: values[name] for name in own}
-            stage(*(values[name] for name in fixtures), lambda first: story(first, **rest))
+            stage(*(values[name] for name in fixtures), lambda *first: story(*first, **rest))
 
         kind = inspect.Parameter.KEYWORD_ONLY
         names = dict.fromkeys((*own, *fixtures))

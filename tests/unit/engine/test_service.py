@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +14,26 @@ from torch import Tensor
 
 from meshrl.common.api.calls.role import Settle
 from meshrl.common.api.engine import Engine
-from meshrl.common.base.errors import Damaged, Fenced, Refused
+from meshrl.common.base.digest import digest_of
+from meshrl.common.base.errors import ConfigError, Damaged, Fenced, Refused
 from meshrl.common.generation.contract import Quarantined, Request
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import ModelConfigSection
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.engine.measurement.pauses import KEPT, Pauses
 from meshrl.services.engine.weights.loaded import AdapterVersion
+from meshrl.services.engine.weights.versions import PATIENCE_S, Versions
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.initial.beginning import fresh_learner
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.stories import story_on
+from tests.tokenizers import make_tokenizer
+from tests.unit.common.generation.engines_under_test import StandingClock
 from tests.unit.rollout.routing.test_router import Bench, on_bench
+from tests.unit.trainer.steps.groups_under_test import job
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 
 @story_on(on_bench)
@@ -34,9 +51,7 @@ def wish(tier: str, epoch: int) -> Settle:
 
 
 @story_on(on_bench)
-async def test_an_engine_that_sleeps_keeps_its_requests_and_goes_on_with_new_weights(
-    bench: Bench,
-) -> None:
+async def test_a_sleeping_engine_keeps_its_requests_and_goes_on(bench: Bench) -> None:
     engine, service = bench.rollout.ref("engine/g0"), bench.engine
     await service.weights.swap({}, 1, "first")
     for number, tier in enumerate(("memory", "disk")):
@@ -70,9 +85,7 @@ async def test_weights_that_come_while_it_falls_asleep_are_left_alone(bench: Ben
 
 
 @story_on(on_bench)
-async def test_a_wish_of_an_older_epoch_is_refused_and_the_same_one_changes_nothing(
-    bench: Bench,
-) -> None:
+async def test_a_wish_of_an_older_epoch_is_refused_and_a_repeated_one_idle(bench: Bench) -> None:
     engine = bench.rollout.ref("engine/g0")
     for _ in range(2):
         await engine.call(Engine.settle, wish("memory", 4))
@@ -101,9 +114,7 @@ class Torn(Mapping[str, Tensor]):
 
 
 @story_on(on_bench)
-async def test_shards_hear_of_an_engine_in_quarantine_and_go_on_when_it_is_whole(
-    bench: Bench,
-) -> None:
+async def test_shards_learn_of_a_quarantine_and_go_on_when_it_is_over(bench: Bench) -> None:
     service = bench.engine
     await service.weights.swap({}, 1, "first")
     turns = [bench.begin(number) for number in range(3)]
@@ -139,9 +150,7 @@ def adapter_of(version: int, model: dict[str, Tensor] | None = None) -> AdapterV
 
 
 @story_on(on_bench)
-async def test_adapters_lie_beside_their_base_and_what_ran_with_other_weights_begins_anew(
-    bench: Bench,
-) -> None:
+async def test_adapters_lie_beside_their_base_and_other_work_begins_anew(bench: Bench) -> None:
     service = bench.engine
     await service.weights.swap({}, 1, "merged")
     merged = [bench.begin(number) for number in range(3)]
@@ -219,3 +228,85 @@ async def test_a_base_whose_adapters_are_refused_answers_nobody(bench: Bench, me
     await service.weights.put_adapter(adapter_of(3, {}), "third", 0)
     for turn in await asyncio.gather(*turns):
         assert set(turn.versions[3 : turn.length].tolist()) == {3}
+
+
+def test_pauses_are_counted_beside_steps_and_old_ones_forgotten() -> None:
+    clock = StandingClock()
+    pauses = Pauses(clock)
+    assert pauses.stats.pause_p99_ms == pauses.stats.engine_step_ms == 0
+    for seconds in (0.001,) * 98 + (0.5, 0.002):
+        with pauses.applying():
+            clock.pass_(seconds)
+    pauses.stepped(8, 0.08)
+    pauses.stepped(0, 0.0)
+    stats = pauses.stats
+    assert stats.applied == 100
+    assert stats.pause_ms == pytest.approx(2.0) and stats.pause_p50_ms == pytest.approx(1.0)
+    assert 2.0 < stats.pause_p99_ms <= 500.0
+    assert stats.engine_step_ms == pytest.approx(10.0)
+    for _ in range(KEPT):
+        with pauses.applying():
+            clock.pass_(0.004)
+    assert pauses.stats.pause_p99_ms == pytest.approx(4.0)
+
+
+def test_an_update_that_fails_has_paused_too() -> None:
+    clock = StandingClock()
+    pauses = Pauses(clock)
+    with pytest.raises(OSError, match="torn"), pauses.applying():
+        clock.pass_(0.25)
+        raise OSError("torn")
+    assert pauses.stats.pause_ms == 250.0
+
+
+JOBS = Path(__file__).parents[2] / "mesh/jobs"
+LACKING = digest_of(b"a version that the store does not hold")
+LOOK_S = 100.0
+
+
+async def looks(bench: StoreBench, versions: Versions, seconds: float) -> None:
+    for _ in range(int(seconds / LOOK_S)):
+        assert await versions.received(LACKING) is None
+        await bench.clock.sleep(LOOK_S)
+
+
+@story_on(on_store, "tmp_path")
+async def test_a_trainer_that_replays_or_holds_its_next_version_is_waited_for(
+    bench: StoreBench, tmp_path: Path
+) -> None:
+    described = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
+    config = replace(job("grpo"), model=ModelConfigSection(config=described))
+    make_tokenizer(tmp_path)
+    data = JobData("other", config, tmp_path, tmp_path)
+    trainer, engine = bench.mesh("trainer/other", "trainer"), bench.mesh("engine/g0", "engine")
+    seat = Seat("g1", "g1", data.id, 1, core=True)
+    core = TrainerCore(
+        trainer, data, seat, Compute(trainer, data.id, Rank.alone(fresh_learner(data)))
+    )
+    await trainer.join(core)
+    await engine.join(None)
+    versions = Versions(engine, "other")
+    await looks(bench, versions, 2 * PATIENCE_S)  # it is not ready
+
+    core.ready, core.position.weights = True, VersionIdentity(LACKING)
+    core.enter("updating", 1)
+    await looks(bench, versions, 2 * PATIENCE_S)
+
+    core.position.version = 1  # nothing has changed the weights since, and they are others
+    with pytest.raises(ConfigError, match="cannot be had"):
+        await looks(bench, versions, 2 * PATIENCE_S)
+    for mesh in (engine, trainer):
+        await mesh.leave()
+
+
+@story_on(on_store, "tmp_path")
+async def test_a_version_that_the_job_has_gone_on_from_is_not_waited_for(bench: StoreBench) -> None:
+    await bench.submit()
+    newest = await bench.begin()
+    engine = bench.mesh("engine/g0", "engine")
+    await engine.join(None)
+    versions = Versions(engine, JOB)
+    await looks(bench, versions, 2 * PATIENCE_S)  # nobody could write that one again
+    image = await versions.received(newest)
+    assert image is not None and JOB in image.tensors
+    await engine.leave()

@@ -26,7 +26,7 @@ from meshrl.run.following.top import TokenOnlooker
 from meshrl.services.weights.export import write
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, forwarded, line_to
-from tests.unit.weights.test_export import CONFIG, Run, model, weights
+from tests.unit.weights.exports.test_export import CONFIG, Run, model, weights
 
 
 async def test_every_command_takes_the_token_from_the_environment(

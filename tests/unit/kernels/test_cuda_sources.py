@@ -59,9 +59,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Launchers:
 
 @pytest.mark.needs("nvcc")
 @pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.name)
-def test_a_source_compiles_for_hopper(
-    source: Path, pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_it_compiles_for_hopper(source: Path, pytestconfig: pytest.Config, tmp_path: Path) -> None:
     target = ["-gencode=arch=compute_90,code=sm_90", "-cubin", "-Werror=all-warnings"]
     command = ["nvcc", *NVCC_FLAGS, *target, str(source)]
     version = subprocess.run(
@@ -96,9 +94,7 @@ def test_a_query_attends_to_its_sequence(
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("longest", [1, 64, 65, 200, 400])
-def test_splits_of_a_context_are_joined(
-    emulated: Launchers, longest: int, dtype: torch.dtype
-) -> None:
+def test_context_splits_are_joined(emulated: Launchers, longest: int, dtype: torch.dtype) -> None:
     case = Attended([longest, 0, longest // 3], 2, 1, 32, dtype)
     spare = 70  # blocks, which a bucket's table has room for: several splits, some without tokens
     assert splits(3, spare, PROCESSORS) > 3

@@ -5,14 +5,17 @@ Its rollout goes by a fixed point that is found step by step, its stages by a pl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshrl.common.state.pool.demand.measured import Curve, Measured, MeasuredWork
+import numpy as np
+
+from meshrl.common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
 from meshrl.common.state.pool.demand.needs import PlannedJob
 from meshrl.common.state.pool.workers.rows import Role, Tier
 from tests.unit.planner.pools import Looks
 
-TRAJECTORIES, SLOTS = 128.0, 64
+TRAJECTORIES, SLOTS = 128, 64
 
 
 @dataclass
@@ -104,3 +107,108 @@ def split(looks: Looks, job: str = "job") -> tuple[int, int]:
     there = [r for _, r in looks.residents(job) if r.tier == Tier.ACCELERATOR]
     engines = sum(r.role == Role.ROLLOUT for r in there)
     return engines, sum(r.role == Role.TRAINING for r in there)
+
+
+LONG = (*[100.0] * 120, *[4000.0] * 8)  # tokens: a few take most of a step
+SHORT = (200.0,) * TRAJECTORIES
+
+
+@dataclass
+class Tall:
+    """One job, whose trajectories are never stale. Times in seconds."""
+
+    sampled: Sequence[float] = LONG  # tokens of each trajectory of a step
+    base_s: float = 0.01  # a decode step of one worker,
+    sequence_s: float = 0.0002  # and for each sequence in it
+    waits: float = 0.05  # of `base_s`, in collectives of several workers
+    work_s: float = 2.0  # gradients of a step, by one worker
+    drag: float = 1.0  # times as long as it should a gang of several takes
+    total: MeasuredWork = field(default_factory=MeasuredWork)
+    steps: int = 0
+
+    def curve(self, degree: int) -> Curve:
+        """Of a gang of so many workers."""
+        if degree == 1:
+            return Curve("cpu", 1, self.base_s, self.sequence_s, steps=100 + 300 * self.steps)
+        base_s = self.drag * self.base_s * (1 / degree + self.waits)
+        each_s = self.drag * self.sequence_s / degree
+        return Curve("cpu", degree, base_s, each_s, steps=100 + 300 * self.steps)
+
+    def rollout_s(self, degrees: Sequence[int]) -> float:
+        """Seconds of a step."""
+        return max(self.ends(degrees))
+
+    def ends(self, degrees: Sequence[int]) -> list[float]:
+        """When each trajectory of a step ends: the longest first, each to the gang that has it done
+        soonest.
+        """
+        dealt: dict[int, list[float]] = {n: [] for n in range(len(degrees))}
+        for tokens in sorted(self.sampled, reverse=True):
+            soonest = min(dealt, key=lambda n: self._ends(degrees[n], [*dealt[n], tokens])[-1])
+            dealt[soonest].append(tokens)
+        return [s for n, has in dealt.items() for s in self._ends(degrees[n], has)]
+
+    def _ends(self, degree: int, has: Sequence[float]) -> list[float]:
+        """When each ends of a gang that decodes what it has, `SLOTS` at a time, rising."""
+        curve, at_s, done = self.curve(degree), 0.0, 0.0
+        ordered, found = sorted(has), []
+        for index, tokens in enumerate(ordered):
+            batch = min(SLOTS, len(ordered) - index)
+            at_s += (tokens - done) * curve.step_s(batch)
+            done = tokens
+            found.append(at_s)
+        return found
+
+    def stages(self, degrees: Sequence[int], helpers: int) -> tuple[float, float]:
+        """(rollout_s, train_s) of a step."""
+        return self.rollout_s(degrees), 0.1 + self.work_s / (1 + helpers)
+
+    def made(self, degrees: Sequence[int], helpers: int) -> float:
+        """Makes a step; its seconds."""
+        rollout_s, train_s = self.stages(degrees, helpers)
+        step_s, n = rollout_s + train_s, len(self.sampled)
+        flight_s = sum(self.ends(degrees))
+        self.steps += 1
+        self.total += MeasuredWork(
+            steps=1,
+            groups=16.0,
+            trajectories=n,
+            sampled=sum(self.sampled),
+            flight_s=flight_s,
+            engine_s=flight_s,
+            busy_s=train_s,
+            wait_s=rollout_s,
+            work_s=self.work_s,
+            tokens=sum(self.sampled),
+        )
+        return step_s
+
+    def measured(self, degrees: Sequence[int]) -> Measured:
+        """What its processes have published by now."""
+        curves = tuple(self.curve(degree) for degree in degrees)
+        levels = tuple(float(one) for one in np.quantile(self.sampled, LEVELS))
+        return Measured({"everybody": self.total}, curves, Lengths(512, levels, 50.0))
+
+
+def degrees_of(looks: Looks, job: str = "job") -> list[int]:
+    """Of the job's engines, falling."""
+    there = [r for _, r in looks.residents(job) if r.role == Role.ROLLOUT]
+    return sorted((len(r.ranks) for r in there), reverse=True)
+
+
+def helpers_of(looks: Looks, job: str = "job") -> int:
+    """Workers that train beside the job's core."""
+    return sum(r.role == Role.TRAINING and not r.core for _, r in looks.residents(job))
+
+
+def run_tall(
+    looks: Looks, plant: Tall, steps: int, job: str = "job", *, ready: bool = True
+) -> None:
+    """A look after each of so many steps of the plant, with the gangs that are there."""
+    for _ in range(steps):
+        degrees = degrees_of(looks, job)
+        took_s = plant.made(degrees, helpers_of(looks, job)) if degrees else 1.0
+        before = next(j for j in looks.snapshot.jobs if j.id == job)
+        looks.job(job, measured=plant.measured(degrees), steps_done=before.steps_done + 1)
+        looks.change(now_ms=looks.snapshot.now_ms + round(1000 * max(took_s, 1.0)))
+        looks.look(ready)

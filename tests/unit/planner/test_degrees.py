@@ -78,9 +78,7 @@ def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
     ("hosts", "ranks", "says"),
     [([2, 1], 1, ""), ([1, 1, 1], 1, "no room for both"), ([3, 1], 2, "no room for both")],
 )
-def test_who_never_has_room_for_core_and_engine_is_told(
-    hosts: list[int], ranks: int, says: str
-) -> None:
+def test_a_job_without_room_for_both_is_told(hosts: list[int], ranks: int, says: str) -> None:
     wanted = job(degrees=(2,), ranks=ranks, alternates=False)
     looks = Looks(pool(hosts, wanted))
     told = never_fits(wanted.need, looks.snapshot.workers, PoolSettings())

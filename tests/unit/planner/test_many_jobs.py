@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshrl.common.base.errors import Refused
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.demand.needs import PlannedJob
-from meshrl.common.state.pool.placing.decisions import Place
+from meshrl.common.state.pool.placing.decisions import Decision, Place
 from meshrl.common.state.pool.placing.fitting import least_workers, never_fits
+from meshrl.common.state.pool.store.reading import snapshot_document, snapshot_of
 from meshrl.common.state.pool.workers.rows import Doing, Tier
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.admission.sharing import ShareBounds, fill
+from meshrl.services.planner.explain import kind_of
+from tests.load import scaled
 from tests.unit.planner.pools import Looks, begun, does, job, pool
 
 
@@ -264,9 +272,7 @@ def test_the_loss_and_the_return_of_any_worker_settle(
 
 @given(pools)
 @settings(max_examples=30, deadline=None)
-def test_a_priority_has_its_least_after_preemption_and_paused_jobs_come_back(
-    drawn: tuple[Any, ...],
-) -> None:
+def test_a_priority_gets_its_least_and_paused_jobs_come_back(drawn: tuple[Any, ...]) -> None:
     looks = looks_at(drawn)
     looks.settle()
     ran = {j.id for j in looks.snapshot.jobs if looks.workers_of(j.id)}
@@ -318,3 +324,75 @@ def test_ids_of_residents_are_never_used_again() -> None:
         decisions = looks.settle()
         seen += [d.resident.id for d in decisions if isinstance(d, Place) and d.resident.epoch == 1]
     assert len(seen) == len(set(seen))
+
+
+LOOK = {
+    "now_ms": 60_000,
+    "workers": [{"id": f"w{n}", "host": "a", "accelerator": "cpu:0", "token": n} for n in range(2)],
+    "jobs": [{"id": "first", "phase": "queued"}, {"id": "second", "phase": "queued"}],
+}
+
+
+DECISIONS = [
+    *("form", "dissolve", "place", "remove", "lose", "hostgone", "admit", "failjob", "serve"),
+    *("finish", "decline", "judge"),
+]
+
+
+def explained(look: dict[str, Any]) -> str:
+    """What the command prints about a look."""
+    return subprocess.run(
+        [sys.executable, "-m", "meshrl.services.planner.explain"],
+        input=json.dumps(look),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=True,
+    ).stdout
+
+
+@given(pools)
+@settings(max_examples=15, deadline=None)
+def test_a_look_is_read_back_as_it_was_written(drawn: tuple[Any, ...]) -> None:
+    looks = looks_at(drawn)
+    looks.settle()
+    document = json.loads(json.dumps(snapshot_document(looks.snapshot)))
+    assert snapshot_of(document) == looks.snapshot
+
+
+def test_what_a_look_lacks_is_named() -> None:
+    document = snapshot_document(pool([1], job()))
+    document["workers"][0]["colour"] = "red"
+    with pytest.raises(Refused, match=r"workers\[0\] has no colour"):
+        snapshot_of(document)
+    with pytest.raises(Refused, match="now_ms"):
+        snapshot_of({"workers": []})
+
+
+def test_the_names_of_decisions_in_json_do_not_change() -> None:
+    kinds = get_args(Decision)
+    assert [kind_of(kind.__new__(kind)) for kind in kinds] == DECISIONS
+
+
+def test_each_decision_is_told_with_its_rule_and_figures() -> None:
+    told = explained(LOOK)
+    assert "place g0.0: core of first on g0 in accelerator  [default entitled=1]" in told
+    assert "place g1.1: rollout of second on g1 in accelerator by turns" in told
+    assert told.count("form g") == 2
+
+
+def test_why_a_service_is_nowhere_is_told_whether_or_not_something_is_decided() -> None:
+    look = LOOK | {
+        "hosts": [{"name": "a", "takes": ["shards"]}, {"name": "b", "takes": [], "alive": False}],
+        "jobs": [
+            {"id": "first", "phase": "training", "need": {"sandboxes": 2}},
+            {"id": "second", "phase": "training"},
+        ],
+    }
+    told = explained(look)
+    assert told.splitlines()[-1] == (
+        "nowhere sandbox/first/0, sandbox/first/1: no host takes its sandboxes now: "
+        "a takes shards; b takes no services"
+    )
+    assert "hold first: paused: no host takes its sandboxes now" in told
+    assert "rollout/second/0" not in told.splitlines()[-1]

@@ -47,6 +47,13 @@ def mixed(kinds: list[str], *, up_ms: int = 0, **about: Any) -> Looks:
     return looks
 
 
+def at_rest(kinds: list[str] = TWO_KINDS, **about: Any) -> Looks:
+    """A mesh with these accelerators after all that is decided at first."""
+    looks = mixed(kinds, **about)
+    looks.settle()
+    return looks
+
+
 def core(looks: Looks) -> Resident:
     [found] = [resident for _, resident in looks.residents() if resident.core]
     return found
@@ -97,8 +104,7 @@ def ranks_told(looks: Looks) -> str:
 
 
 def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     apart = core(looks).apart
     assert apart is not None and 1 <= apart.attention <= 3
     assert kinds_of(looks) == ["A40"] * apart.attention + ["V100"] * (4 - apart.attention)
@@ -114,26 +120,21 @@ def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
         (["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Something"] * 4, "no accelerators of two kinds"),
     ],
 )
-def test_where_there_are_not_two_kinds_ranks_are_alike_and_it_is_said_why(
-    kinds: list[str], why: str
-) -> None:
-    looks = mixed(kinds)
-    looks.settle()
+def test_without_two_kinds_ranks_are_alike_and_it_is_said_why(kinds: list[str], why: str) -> None:
+    looks = at_rest(kinds)
     assert core(looks).apart is None
     assert why in ranks_told(looks)
 
 
 def test_enough_fast_accelerators_train_alone() -> None:
-    looks = mixed(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
-    looks.settle()
+    looks = at_rest(["cuda:0 Tesla T4"] * 4 + ["cuda:0 NVIDIA H100"] * 4)
     assert core(looks).apart is None
     [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
     assert gang.workers == ("w4", "w5", "w6", "w7")
 
 
 def test_who_does_not_ask_for_it_is_left_alone() -> None:
-    looks = mixed(TWO_KINDS, divides=False)
-    looks.settle()
+    looks = at_rest(divides=False)
     assert core(looks).apart is None
     assert not looks.memory.mixtures
 
@@ -146,8 +147,7 @@ def test_a_new_mesh_is_waited_for() -> None:
 
 
 def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     before = core(looks).apart
     declared = declared_profile(SHAPE, "A40", "T4")
     told = [replace(declared.fast), replace(declared.slow, name="V100")]
@@ -165,8 +165,7 @@ def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
 
 
 def test_what_trains_as_much_as_was_predicted_stays() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     mixture = looks.memory.mixtures["job"]
     watched(looks, mixture.predicted)
     assert core(looks).tier == Tier.ACCELERATOR and core(looks).apart == mixture.best
@@ -174,8 +173,7 @@ def test_what_trains_as_much_as_was_predicted_stays() -> None:
 
 
 def test_what_trains_less_than_ranks_all_alike_would_is_undone_and_the_better_one_stays() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     mixture = looks.memory.mixtures["job"]
     first = core(looks)
     watched(looks, mixture.alike / 2)
@@ -195,8 +193,7 @@ def test_what_trains_less_than_ranks_all_alike_would_is_undone_and_the_better_on
 
 
 def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     before = looks.memory.mixtures["job"]
     assert not before.profiled
     declared = declared_profile(SHAPE, "A40", "V100")
@@ -221,8 +218,7 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
 
 
 def test_what_is_not_predicted_to_pay_is_not_tried_because_predictions_are_too_high() -> None:
-    looks = mixed(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
-    looks.settle()
+    looks = at_rest(["cuda:0 NVIDIA A40"] * 4 + ["cuda:0 Tesla V100-SXM2-32GB"] * 4)
     mixture = looks.memory.mixtures["job"]
     assert core(looks).apart is None and mixture.best is not None
     assert mixture.predicted < mixture.alike
@@ -231,15 +227,13 @@ def test_what_is_not_predicted_to_pay_is_not_tried_because_predictions_are_too_h
 
 
 def test_a_core_without_a_checkpoint_is_not_divided_anew() -> None:
-    looks = mixed(TWO_KINDS, checkpointed=False)
-    looks.settle()
+    looks = at_rest(checkpointed=False)
     watched(looks, 1.0)
     assert core(looks).tier == Tier.ACCELERATOR
 
 
 def test_a_core_that_cannot_be_left_as_a_checkpoint_goes_on() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     first = core(looks)
     watched(looks, 1.0)
     looks.change(now_ms=looks.snapshot.now_ms + 1000 * 121)
@@ -285,29 +279,24 @@ def test_longer_sequences_have_more_ranks_with_attention() -> None:
 
 
 def test_a_place_decision_says_by_which_figures() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     found = watched(looks, 1.0)
     [place] = [one for one in found if isinstance(one, Place) and one.resident.core]
     assert place.why.rule == "mixture" and place.why.inputs["predicted"] > 0
 
 
 def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer() -> None:
-    looks, paced = mixed(TWO_KINDS), mixed(TWO_KINDS, training_pace="declared/50")
-    looks.settle()
-    paced.settle()
+    looks, paced = at_rest(), at_rest(training_pace="declared/50")
     own, slower = looks.memory.mixtures["job"], paced.memory.mixtures["job"]
     assert slower.predicted == pytest.approx(own.predicted / 50)
     assert slower.alike == pytest.approx(own.alike / 50)
     assert slower.best == own.best
-    long = mixed(TWO_KINDS, training_pace="declared/1/2", bin_tokens=8 * K)
-    long.settle()
+    long = at_rest(training_pace="declared/1/2", bin_tokens=8 * K)
     assert long.memory.mixtures["job"].predicted == pytest.approx(own.predicted / 2)
 
 
 def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
-    looks = mixed(TWO_KINDS)
-    looks.settle()
+    looks = at_rest()
     before = looks.memory.mixtures["job"]
     longer = Lengths(100, (12.0 * K,) * len(LEVELS), 2.0 * K)
     looks.job("job", measured=Measured(lengths=longer))

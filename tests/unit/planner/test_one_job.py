@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.placing.decisions import FailJob, Lose, Place
+from meshrl.common.state.pool.placing.decisions import (
+    Decision,
+    Decline,
+    FailJob,
+    HostGone,
+    Lose,
+    Place,
+)
+from meshrl.common.state.pool.placing.snapshot import LEFT, PoolHost, PoolRequest
 from meshrl.common.state.pool.workers.rows import Budget, Role
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.launch.up_down import pool_without_file
+from tests.unit.planner.plant import Plant, run
 from tests.unit.planner.pools import NOW_MS, QUIET, Looks, begun, job, pool
 
 LOST_MS = round(1000 * PoolSettings().lost_s) + 1
@@ -34,9 +44,7 @@ DAY_MS = 86_400_000
         (8, {"most": 3}, ["core", "rollout", "rollout"]),
     ],
 )
-def test_a_job_is_placed_on_idle_workers(
-    workers: int, about: dict[str, Any], roles: list[str]
-) -> None:
+def test_a_job_is_placed_on_the_idle(workers: int, about: dict[str, Any], roles: list[str]) -> None:
     looks = begun([workers], job(**about))
     assert list(looks.roles().values()) == roles
 
@@ -180,3 +188,152 @@ def test_a_host_that_drains_is_left_by_a_core_when_a_checkpoint_has_it() -> None
     looks.settle()
     assert set(looks.roles()) == {"w2", "w3"}
     assert sorted(looks.roles().values()) == ["core", "rollout"]
+
+
+GONE_MS = 11_000
+
+
+def host(looks: Looks, name: str, **state: Any) -> None:
+    hosts = (replace(h, **state) if h.name == name else h for h in looks.snapshot.hosts)
+    looks.change(hosts=tuple(hosts))
+
+
+def later(looks: Looks, ms: int) -> list[Decision]:
+    looks.change(now_ms=looks.snapshot.now_ms + ms)
+    return looks.settle()
+
+
+def told(decisions: list[Decision]) -> list[HostGone]:
+    return [one for one in decisions if isinstance(one, HostGone)]
+
+
+def vanish(looks: Looks, name: str, alive: bool = False) -> None:
+    host(looks, name, alive=alive)
+    for worker in looks.snapshot.workers:
+        if worker.host == name:
+            looks.worker(worker.id, alive=alive)
+
+
+def test_a_host_that_vanishes_is_told_once_with_what_was_on_it_and_again_when_it_is_back() -> None:
+    looks = begun([2, 2], job(shards=4))
+    there = {g.id for g in looks.snapshot.gangs if {"w2", "w3"} & set(g.workers)}
+    services = looks.snapshot.hosts[1].services
+    vanish(looks, "host1")
+    assert told(looks.settle()) == [], "its agent may only be starting again"
+    [lost] = told(later(looks, GONE_MS))
+    assert (lost.host, lost.back) == ("host1", False)
+    inputs = lost.why.inputs
+    assert inputs["workers"] == ["w2", "w3"]
+    assert {resident.partition(".")[0] for resident in inputs["residents"]} == there != set()
+    assert inputs["services"] == list(services) != []
+    assert told(later(looks, GONE_MS)) == []
+    assert looks.snapshot.hosts[1].services == ()
+    vanish(looks, "host1", alive=True)
+    assert [(one.host, one.back) for one in told(looks.settle())] == [("host1", True)]
+    vanish(looks, "host1")
+    looks.settle()
+    assert len(told(later(looks, GONE_MS))) == 1, "it has vanished once more"
+
+
+def test_a_host_that_has_left_is_no_loss_and_its_services_begin_elsewhere_at_once() -> None:
+    looks = begun([2, 2], job(shards=4))
+    assert looks.snapshot.hosts[1].services
+    vanish(looks, "host1")
+    host(looks, "host1", draining=LEFT)
+    decisions = looks.settle()
+    assert len(looks.snapshot.hosts[0].services) == 4
+    assert told(decisions + later(looks, GONE_MS)) == []
+
+
+def test_a_small_host_is_given_fewer_services_than_a_large_one() -> None:
+    looks = begun([6, 2], job(shards=8))
+    assert [len(one.services) for one in looks.snapshot.hosts] == [6, 2]
+
+
+def test_a_single_shard_is_on_the_host_of_its_jobs_core() -> None:
+    looks = begun([2, 2], job(shards=0))
+    core = next(g.workers[0] for g in looks.snapshot.gangs for r in g.residents if r.core)
+    home = next(w.host for w in looks.snapshot.workers if w.id == core)
+    names = tuple(reversed(looks.snapshot.hosts))  # whichever comes first
+    for hosts in (looks.snapshot.hosts, names):
+        looks.change(jobs=(job(shards=1),), hosts=tuple(PoolHost(h.name) for h in hosts))
+        looks.settle()
+        [one] = [h.name for h in looks.snapshot.hosts if h.services]
+        assert one == home
+
+
+def test_a_core_without_a_checkpoint_computes_on_where_its_host_drains_and_moves_with_it() -> None:
+    looks = begun([3, 1], job())
+    host(looks, "host0", draining="maintenance")
+    looks.settle()
+    assert looks.roles() == {"w0": "core+rollout"}, "by turns, as nothing else is where it computes"
+    looks.job("job", checkpointed=True)
+    looks.settle()
+    assert looks.roles() == {"w3": "core+rollout"}
+
+
+def test_a_core_that_no_checkpoint_gets_leaves_when_a_move_would_be_undone() -> None:
+    looks = begun([3, 1], job())
+    host(looks, "host0", draining="maintenance")
+    looks.settle()
+    later(looks, 121_000)
+    assert looks.roles() == {"w3": "core+rollout"}
+
+
+def ask(looks: Looks, **about: Any) -> list[str]:
+    """What comes of a request, at the looks until all is at rest; reasons of refusals."""
+    looks.change(requests=(PoolRequest("op", about.pop("kind", "move"), **about),))
+    return [d.reason for d in looks.settle() if isinstance(d, Decline)]
+
+
+def test_a_worker_is_moved_by_hand_and_stays_there() -> None:
+    looks = begun([4], job())
+    assert ask(looks, worker="w1", role="training") == []
+    assert looks.roles()["w1"] == "training"
+    resident = dict(looks.residents())["w1"]
+    assert resident.pinned
+    run(looks, Plant(base_s=0.3, work_s=0.2), 20)
+    assert looks.roles()["w1"] == "training", "the policy leaves it alone"
+
+
+def test_a_worker_is_put_aside_and_taken_back() -> None:
+    looks = begun([3], job())
+    ask(looks, worker="w2", role="idle")
+    assert looks.roles() == {"w0": "core", "w1": "rollout"}
+    ask(looks, worker="w2", role="rollout")
+    assert looks.roles() == {"w0": "core", "w1": "rollout", "w2": "rollout"}
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [
+        ({"worker": "w9", "role": "rollout"}, "no worker is called w9"),
+        ({"worker": "w1", "role": "dance"}, "dance is no role"),
+        ({"worker": "w0", "role": "rollout"}, "w0 is in the core of job"),
+        ({"worker": "w2", "role": "training", "job": "x"}, "no job is called x"),
+        ({"worker": "w1", "role": "rollout"}, "hosts the frozen models"),
+        ({"kind": "drain", "host": "nowhere"}, "no host is called nowhere"),
+    ],
+)
+def test_a_request_that_cannot_be_granted_is_declined(about: dict[str, str], reason: str) -> None:
+    looks = begun([4], job(scoring=True))
+    roles = looks.roles()
+    refusals = ask(looks, **about)
+    assert len(refusals) == 1 and reason in refusals[0]
+    assert looks.roles() == roles
+
+
+def test_a_worker_is_moved_from_one_job_to_another() -> None:
+    looks = begun([6], job("a"), job("b", submitted_ms=1))
+    worker = next(w for w, role in looks.roles("b").items() if role == "rollout")
+    ask(looks, worker=worker, role="rollout", job="a")
+    assert looks.roles("a")[worker] == "rollout"
+    assert (looks.workers_of("a"), looks.workers_of("b")) == (3, 3), "each keeps its share"
+
+
+def test_a_drain_is_settled_when_nobody_is_left() -> None:
+    looks = begun([2, 2], job(checkpointed=True))
+    looks.drain("host0")
+    looks.change(rests=frozenset(n for host in looks.snapshot.hosts for n in host.services))
+    assert ask(looks, kind="drain", host="host0") == [""]
+    assert set(looks.roles()) == {"w2", "w3"}

@@ -98,9 +98,7 @@ def test_shards_stay_where_they_rest_while_no_other_host_takes_them() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_hosts_drain_each_service_is_on_one_host_and_none_leaves_its_work(
-    seed: int,
-) -> None:
+def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(seed: int) -> None:
     drawn = random.Random(seed)
     looks = begun([2, 2, 2], job(shards=3, sandboxes=2, checkpointed=True))
     for _ in range(30):

@@ -90,9 +90,7 @@ async def test_a_second_job_of_a_shard_tells_its_own_first_failure(bench: ShardB
 
 
 @story_on(on_shard, "tmp_path")
-async def test_a_tool_that_hangs_in_some_trajectories_does_not_end_a_job_that_scores_others(
-    bench: ShardBench,
-) -> None:
+async def test_a_tool_that_hangs_at_times_does_not_end_a_job_that_scores(bench: ShardBench) -> None:
     failures = bench.job.runner.failures
     for _ in range(3 * HUNG_CALLS):
         failures.gave_up("look", "look timed out", "slow", 10.0, "environment.tool_deadline_s")
@@ -102,9 +100,7 @@ async def test_a_tool_that_hangs_in_some_trajectories_does_not_end_a_job_that_sc
 
 
 @story_on(on_shard, "tmp_path")
-async def test_a_reward_that_hangs_is_told_before_a_trajectory_has_failed(
-    bench: ShardBench,
-) -> None:
+async def test_a_reward_that_hangs_is_told_before_a_trajectory_fails(bench: ShardBench) -> None:
     bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
     bench.sandbox.scores_most = 1
     await (await bench.group())
@@ -116,9 +112,7 @@ async def test_a_reward_that_hangs_is_told_before_a_trajectory_has_failed(
 
 
 @story_on(on_shard, "tmp_path")
-async def test_a_job_whose_reward_always_hangs_ends_by_name_long_before_its_groups_are_through(
-    bench: ShardBench,
-) -> None:
+async def test_a_job_whose_reward_always_hangs_ends_by_name_soon(bench: ShardBench) -> None:
     bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
     bench.sandbox.takes_s = 10.0
     began = bench.clock.monotonic()

@@ -6,6 +6,7 @@ full width.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,35 +62,35 @@ def left(bench: TwoBuckets) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("crowd, awaits", [(0, 2), (2 * SLOTS, 3)], ids=["moves", "queues"])
-def test_a_turn_that_is_cancelled_at_any_await_leaves_nothing(crowd: int, awaits: int) -> None:
-    async def main(clock: VirtualClock, random: Random) -> None:
-        bench = TwoBuckets(clock, random)
-        await bench.start()
-        await bench.add("engine/g1")
-        await clock.sleep(2 * LOOK_S)
-        at = 0
-        while True:
-            at += 1
-            interruption = Interruption(at)
-            others = [bench.begin(100 * at + n) for n in range(crowd)]
-            await asyncio.sleep(0)
-            t = Trajectory(at, 1, 0, 0, seed=1)
-            t.begin(words(1, PROMPT))
-            turn = asyncio.create_task(interruption.watch(two_turns(bench, t)))
-            interruption.task = turn
-            await asyncio.sleep(0)
-            assert bench.router.waiting == bool(crowd)
-            await asyncio.gather(turn, return_exceptions=True)
-            await asyncio.gather(*others)
-            await clock.sleep(3.0)
-            assert left(bench) == {}, f"cancelled at await {at}"
-            assert bench.router.idle == ENGINES * SLOTS
-            if not interruption.happened:
-                break
-        assert interruption.awaits >= awaits and t.length == PROMPT + 52
-        assert crowd or bench.router.caches["move"] > 1, "it was cancelled while its cache came"
-
-    run_virtual(main, limit_s=36_000.0)
+@story_on(partial(run_virtual, limit_s=36000.0), given=2)
+async def test_a_turn_that_is_cancelled_at_any_await_leaves_nothing(
+    clock: VirtualClock, random: Random, crowd: int, awaits: int
+) -> None:
+    bench = TwoBuckets(clock, random)
+    await bench.start()
+    await bench.add("engine/g1")
+    await clock.sleep(2 * LOOK_S)
+    at = 0
+    while True:
+        at += 1
+        interruption = Interruption(at)
+        others = [bench.begin(100 * at + n) for n in range(crowd)]
+        await asyncio.sleep(0)
+        t = Trajectory(at, 1, 0, 0, seed=1)
+        t.begin(words(1, PROMPT))
+        turn = asyncio.create_task(interruption.watch(two_turns(bench, t)))
+        interruption.task = turn
+        await asyncio.sleep(0)
+        assert bench.router.waiting == bool(crowd)
+        await asyncio.gather(turn, return_exceptions=True)
+        await asyncio.gather(*others)
+        await clock.sleep(3.0)
+        assert left(bench) == {}, f"cancelled at await {at}"
+        assert bench.router.idle == ENGINES * SLOTS
+        if not interruption.happened:
+            break
+    assert interruption.awaits >= awaits and t.length == PROMPT + 52
+    assert crowd or bench.router.caches["move"] > 1, "it was cancelled while its cache came"
 
 
 # -- groups and evaluations ----------------------------------------------------------------------
@@ -115,9 +116,7 @@ async def test_a_group_that_is_cancelled_at_any_await_leaves_nothing(bench: Shar
 
 @pytest.mark.deep
 @story_on(on_shard, "tmp_path")
-async def test_an_evaluation_that_is_cancelled_at_any_await_leaves_nothing(
-    bench: ShardBench,
-) -> None:
+async def test_an_evaluation_cancelled_at_any_await_leaves_nothing(bench: ShardBench) -> None:
     at = 0
     while True:
         at += 1
@@ -155,9 +154,7 @@ ERRORS = [PeerLost, DeadlineExceeded, Overloaded]
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("error", ERRORS)
 @story_on(on_shard, "tmp_path")
-async def test_each_call_of_a_group_and_an_evaluation_may_fail(
-    bench: ShardBench, error: type[MeshError]
-) -> None:
+async def test_each_call_of_a_group_may_fail(bench: ShardBench, error: type[MeshError]) -> None:
     failed: set[str] = set()
     for at in range(1, 100):
         bench.calls.arm(at, lambda: error("it was made to"))

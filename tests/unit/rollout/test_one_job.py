@@ -7,14 +7,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from meshrl.common.base.random import Random
+from meshrl.common.job.evaluation_plan import EvaluationPlan
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state import jobs, registry
+from meshrl.common.state import events, groups, jobs, registry
 from meshrl.common.state.lifecycle.deleting import delete
+from meshrl.common.state.pool.store import store as pool
 from meshrl.common.state.pool.workers.names import shard
 from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.keys import job_prefix
 from meshrl.services.rollout.__main__ import serve
+from meshrl.services.rollout.evaluation import evaluate
+from meshrl.services.rollout.rewards.sandboxes import PATIENCE_S
 from meshrl.services.rollout.shard import RolloutShard
 from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.redis.state import simulated_state
@@ -22,7 +28,7 @@ from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
-from tests.unit.rollout.shard_bench import ShardBench, on_shard
+from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard
 
 FAILING = 80  # jobs
 FIRST = 30  # after so many, everything that is made once has been made
@@ -80,9 +86,7 @@ async def test_one_of_a_job_that_is_not_on_record_any_more_ends(place: Place) ->
 
 
 @story_on(on_shard, "tmp_path")
-async def test_it_closes_what_it_has_open_when_its_job_has_ended(
-    bench: ShardBench, tmp_path: Path
-) -> None:
+async def test_it_closes_all_when_its_job_has_ended(bench: ShardBench, tmp_path: Path) -> None:
     await bench.job.close()
     shard = RolloutShard(bench.mesh, tmp_path)
     living = asyncio.create_task(shard.serve())
@@ -120,3 +124,102 @@ async def test_of_jobs_that_fail_at_once_nothing_stays(place: Place) -> None:
     for number in range(FIRST, FAILING):
         await one(number)
     assert await held() == before
+
+
+PAUSE_S = 1.5 * PATIENCE_S
+PLAN = EvaluationPlan("step-0", 0, ("sampled",))
+
+
+async def hold(bench: ShardBench, held: str) -> None:
+    """What the planner writes."""
+    await bench.state.command("HSET", f"{job_prefix(JOB)}:job", "held", held)
+
+
+async def looking(shard: RolloutShard, bench: ShardBench) -> None:
+    while await shard._turn(bench.job):
+        await bench.clock.sleep(5.0)
+
+
+async def under_way(bench: ShardBench) -> None:
+    """Until rewards are asked for, and tokens of others are coming."""
+    while not bench.sandbox.scoring:
+        await bench.clock.sleep(0.01)
+
+
+@story_on(on_shard, "tmp_path")
+async def test_a_paused_job_goes_on_with_the_same_trajectories_and_sessions(
+    bench: ShardBench, tmp_path: Path
+) -> None:
+    shard = RolloutShard(bench.mesh, tmp_path)
+    shard.serving, shard._lineage = bench.job, 0
+    bench.sandbox.takes_s = 30.0  # so that rewards are asked for when it goes
+    tasks: list[asyncio.Task[Any]] = [await bench.group() for _ in range(4)]
+    tasks.append(asyncio.create_task(evaluate(bench.job, PLAN, 0)))
+    await under_way(bench)
+    await hold(bench, "paused: preempted by another")
+    assert await shard._turn(bench.job)
+    await bench.leave()
+    await bench.clock.sleep(10.0)
+    before = {t.id: (t, t.length) for t in bench.job.runner.active}
+    sessions, rest = set(bench.sandbox.sessions), [t for t in tasks if not t.done()]
+    assert len(before) > ENGINES and sessions and tasks[-1] in rest
+
+    looks = asyncio.create_task(looking(shard, bench))
+    admits = asyncio.create_task(bench.job.admit_forever())
+    opened = (await jobs.job(bench.state, JOB)).opened
+    await bench.clock.sleep(PAUSE_S)
+    assert not any(task.done() for task in rest) and bench.sandbox.sessions == sessions
+    assert (await jobs.job(bench.state, JOB)).opened == opened, "nothing is admitted"
+    admits.cancel()
+
+    bench.sandbox.takes_s = 0.0
+    await bench.join_again()
+    await hold(bench, "")
+    async with bench.clock.timeout(60.0, "the rest of the trajectories"):
+        await asyncio.gather(*tasks)
+    for t, length in before.values():
+        assert t.ending is not None and t.ending.reason != "failed", t.ending
+        assert t.length >= length
+    (result,) = [e["result"] for e in await jobs.evaluations(bench.state, JOB)]
+    assert result["failed"] == 0
+    assert (await groups.in_flight(bench.state, JOB)).ready == 4
+    told = {e.kind for e in await events.read_all(bench.state)}
+    assert not {"dropped", "requeued", "failure"} & told, told
+    looks.cancel()
+
+
+@story_on(on_shard, "tmp_path")
+async def test_a_shard_rests_when_its_groups_are_finished_and_goes_on_when_its_host_does(
+    bench: ShardBench, tmp_path: Path
+) -> None:
+    shard = RolloutShard(bench.mesh, tmp_path)
+    shard.serving, shard._lineage = bench.job, 0
+    host = bench.mesh.settings.host
+
+    async def look() -> int:
+        assert await shard._turn(bench.job)
+        await bench.clock.sleep(0.5)
+        return (await jobs.job(bench.state, JOB)).opened
+
+    async def under_way() -> int:
+        return (await groups.in_flight(bench.state, JOB)).open
+
+    admits = asyncio.create_task(bench.job.admit_forever())
+    await look()
+    while not bench.job.runner.active:
+        await look()
+    assert not shard.rests
+
+    await pool.mark_host(bench.state, host, "maintenance")
+    opened = await look()
+    assert await under_way() and not shard.rests, "what it has begun it ends"
+    async with bench.clock.timeout(600.0, "the end of its groups"):
+        while not shard.rests:
+            assert await look() == opened
+    assert shard.stats()["rests"] and not await under_way()
+    assert (await groups.in_flight(bench.state, JOB)).samples == opened, "nothing is lost"
+
+    await pool.mark_host(bench.state, host, "")
+    await look()
+    assert await look() > opened and not shard.rests
+    admits.cancel()

@@ -153,9 +153,7 @@ async def test_an_environment_that_is_rebuilt_for_its_cut_knows_the_last_tools_v
 
 
 @pytest.mark.parametrize("answered", [True, False])
-async def test_a_turn_that_ended_where_there_is_no_more_room_is_not_told_twice(
-    answered: bool,
-) -> None:
+async def test_a_turn_that_ended_where_room_ends_is_not_told_twice(answered: bool) -> None:
     pool = Rebuilt()
     opening = await pool.begin({})
     call = [(Kind.TOOL, [KEY, "echo", "2", "7"])] if answered else []
@@ -168,9 +166,7 @@ async def test_a_turn_that_ended_where_there_is_no_more_room_is_not_told_twice(
     assert (turn.text, turn.calls()) == ("2", [("echo", "2", value)])
 
 
-async def test_an_environment_that_never_stops_calling_tools_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_environment_that_calls_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Asking, "endless", True)
     pool = Rebuilt(lossy=False)
     t = Trajectory(0, 0, 0, 0, 0)
@@ -181,9 +177,7 @@ async def test_an_environment_that_never_stops_calling_tools_fails(
 
 
 @pytest.mark.parametrize("member, length", [(0, 3), (1, 1), (2, 3)])
-async def test_a_trajectory_is_cut_at_the_length_that_its_job_forces(
-    member: int, length: int
-) -> None:
+async def test_a_trajectory_is_cut_at_its_forced_length(member: int, length: int) -> None:
     pool = Rebuilt(lossy=False)
     t = Trajectory(0, member, 0, 0, 0)
     t.recorded = False

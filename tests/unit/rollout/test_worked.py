@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+from meshrl.common.api.sandbox import OK, RAISED, CallOutcome, RewardCall
+from meshrl.common.base.files.lines import whole
 from meshrl.common.job.evaluation_plan import EvaluationPlan
+from meshrl.common.records import run_lines
 from meshrl.common.state.pool.demand.measured import MeasuredWork, work_of
 from meshrl.services.rollout.evaluation import evaluate
+from meshrl.services.rollout.record.group_commit import WINDOW_S
+from meshrl.services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
+from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
 from tests.stories import story_on
-from tests.unit.rollout.shard_bench import ShardBench, on_shard
+from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard
 
 SCORE_S = 3.0
 
@@ -21,9 +31,7 @@ def work(bench: ShardBench) -> MeasuredWork:
 
 
 @story_on(on_shard, "tmp_path")
-async def test_time_is_at_engines_in_queues_or_in_tools_and_what_is_in_flight_counts(
-    bench: ShardBench,
-) -> None:
+async def test_time_is_at_engines_in_queues_or_in_tools_also_in_flight(bench: ShardBench) -> None:
     bench.sandbox.takes_s = SCORE_S
     began = bench.clock.monotonic()
     tasks = [await bench.group() for _ in range(5)]  # 15 trajectories, and 8 slots
@@ -64,9 +72,7 @@ async def test_a_pause_counts_into_nothing(bench: ShardBench) -> None:
 
 
 @story_on(on_shard, "tmp_path")
-async def test_the_gate_is_shut_while_it_holds_back_what_there_is_room_for(
-    bench: ShardBench,
-) -> None:
+async def test_the_gate_is_shut_while_it_holds_back_what_has_room(bench: ShardBench) -> None:
     job = bench.job
     admits = asyncio.create_task(job.admit_forever())
     job.admitting = True
@@ -103,3 +109,156 @@ async def test_lengths_of_training_trajectories_that_ended_well_are_kept(bench: 
     assert lengths.sampled[0] <= sampled / 30 <= lengths.sampled[-1] and lengths.prompt > 0
     assert bench.job.stats().lengths == lengths.told()
     assert work(bench).prompted == pytest.approx(30 * lengths.prompt)
+
+
+async def told(bench: ShardBench) -> list[dict[str, Any]]:
+    await bench.job.runner.times.close()
+    return list(whole(bench.root / "trace" / "shard-0.jsonl"))
+
+
+def states(row: dict[str, Any]) -> list[str]:
+    """Less those that may take no time here."""
+    return [state for state in row["parts"][::2] if state in ("prefill", "decode", "reward")]
+
+
+@story_on(on_shard, "tmp_path")
+async def test_a_trajectory_tells_its_states_from_its_begin_to_its_end(bench: ShardBench) -> None:
+    bench.sandbox.takes_s = 2.0
+    began = bench.clock.wall()
+    await (await bench.group())
+    ended = bench.clock.wall()
+    rows = await told(bench)
+    assert sorted(row["member"] for row in rows) == [0, 1, 2]
+    for row in rows:
+        assert states(row) == ["prefill", "decode", "prefill", "decode", "reward"]
+        spent = dict.fromkeys(row["parts"][::2], 0.0)
+        for state, ms in zip(row["parts"][::2], row["parts"][1::2], strict=True):
+            spent[state] += ms / 1000
+        assert spent["reward"] >= 2.0
+        # 20 tokens a turn or so, at 100 a second, of which the first one ends the prefill
+        assert spent["decode"] > spent["prefill"] - 2 * WINDOW_S > 0
+        assert began <= row["at"] <= row["at"] + sum(spent.values()) <= ended + 1e-3
+        assert (row["training"], row["ending"], row["reward"]) == (True, "done", 1.0)
+        assert 0 < row["prompt"] < row["tokens"]
+    last = max(row["at"] + sum(row["parts"][1::2]) / 1000 for row in rows)
+    assert ended - last < 0.1  # the rest is the group's
+
+
+@story_on(on_shard, "tmp_path")
+async def test_who_waits_for_an_engine_is_in_the_queue(bench: ShardBench) -> None:
+    for service in bench.engines:
+        await service.mesh.leave()
+    await bench.clock.sleep(10.0)
+    group = await bench.group()
+    await bench.clock.sleep(30.0)
+    await bench._add_engine(ENGINES)
+    await group
+    for row in await told(bench):
+        queued = row["parts"][row["parts"].index("queue") + 1]
+        assert 29_000 < queued < 40_000
+
+
+@story_on(on_shard, "tmp_path")
+async def test_a_trajectory_that_is_cut_off_is_told_without_an_ending(bench: ShardBench) -> None:
+    bench.sandbox.takes_s = 500.0
+    group = asyncio.ensure_future(await bench.group())
+    await bench.clock.sleep(30.0)
+    group.cancel()
+    await asyncio.gather(group, return_exceptions=True)
+    rows = await told(bench)
+    assert len(rows) == 3
+    assert all(row["ending"] == "" and row["parts"][-2] == "reward" for row in rows)
+
+
+@story_on(on_shard, "tmp_path")
+async def test_a_group_that_is_not_traced_costs_no_line(bench: ShardBench) -> None:
+    bench.job.runner.times._traces.share = 0.5  # every other group
+    await (await bench.group())
+    await (await bench.group())
+    assert {row["group"] % 2 for row in await told(bench)} == {1}
+    t = Trajectory(0, 0, 0, 0, 0)
+    with bench.job.runner.times.of(t):
+        assert not hasattr(t.watch, "parts")
+
+
+def kept(root: Path) -> list[dict[str, Any]]:
+    path = root / "samples.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def ended(n: int, reward: float | None, length: int = 3, version: int = 0) -> Trajectory:
+    t = Trajectory(n, 0, n, version, 0)
+    t.begin([1, 2])
+    ids = np.full(length, 5, np.int32)
+    t.sampled(ids, np.zeros(length, np.float32), np.full(length, version, np.int32))
+    t.ending = Ending("done", reward)
+    if reward is None:
+        t.ending = Ending("failed", None, "reward: raised: ValueError: no", "reward raised")
+    return t
+
+
+@story_on(on_shard, "tmp_path")
+async def test_what_a_shard_runs_can_be_read_meanwhile(bench: ShardBench, tmp_path: Path) -> None:
+    scores = iter([0.0, 1.0, 0.5])
+
+    def score(call: RewardCall) -> CallOutcome:
+        reward = next(scores, None)
+        if reward is None:
+            return CallOutcome(call.id, RAISED, None, "ValueError: no (m.py:3 in f())")
+        return CallOutcome(call.id, OK, reward, "")
+
+    bench.sandbox.scores = score
+    bench.job.version = 4
+    await (await bench.group())
+    await (await bench.group())
+    found = kept(tmp_path)
+    first = found[0]
+    assert first["why"][:2] == ["best", "worst"] and first["step"] == 5
+    assert [turn["role"] for turn in first["turns"][:3]] == ["model", "tool", "environment"]
+    tool, appended = first["turns"][1:3]
+    assert (tool["name"], tool["input"]) == ("cell", "1") and "output" in tool["value"]
+    assert appended["text"] == "ok"
+    assert first["prompt"] == first["row"]["prompt"]
+    assert first["versions"] == [0, 0] and first["staleness"] == 4
+    assert {s["reward"] for s in found} >= {0.0, 1.0, None}
+    assert [s for s in found if "best" in s["why"]][-1]["reward"] == 1.0
+    failed = [s for s in found if s["why"][0] == "failed"]
+    assert len(failed) == 3 and failed[0]["failure"] == "reward raised"
+    assert "ValueError: no" in failed[0]["error"] and failed[0]["turns"]
+
+
+@story_on(on_shard, "tmp_path")
+async def test_of_a_step_the_best_the_worst_the_longest_and_the_first_failures_are_kept(
+    bench: ShardBench, tmp_path: Path
+) -> None:
+    keep = bench.job.samples
+    for n, reward in enumerate([0.5, 0.5, 0.2, 0.9, 0.4, *[None] * 9]):
+        keep.ended(ended(n, reward), {"n": n}, 0)
+    keep.ended(ended(20, 0.5, length=30), {"n": 20}, 0)
+    by = {why: [s["reward"] for s in kept(tmp_path) if why in s["why"]] for why in WHYS}
+    assert by["best"] == [0.5, 0.9] and by["worst"] == [0.5, 0.2]
+    assert len(by["failed"]) == FAILED and by["longest"] == [0.5, 0.5]
+    for n in range(1000):
+        keep.ended(ended(100 + n, float(n)), {}, 1)
+    assert len([s for s in kept(tmp_path) if s["step"] == 2]) == MOST
+
+
+WHYS = ("best", "worst", "failed", "longest")
+
+
+@story_on(on_shard, "tmp_path")
+async def test_the_file_starts_again_past_its_bound_and_the_one_before_it_is_kept(
+    bench: ShardBench, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(run_lines, "FILE_BYTES", 4000)
+    for n in range(40):
+        bench.job.samples.ended(ended(n, float(n)), {"n": n}, n)
+    assert (tmp_path / "samples.jsonl").stat().st_size <= 4000
+    assert (tmp_path / "samples.older.jsonl").stat().st_size <= 4000
+
+
+def test_long_texts_and_lists_are_cut_in_the_middle() -> None:
+    text = bounded({"a": ["x" * TEXT + "y" * TEXT]})["a"][0]
+    assert len(text) < TEXT + 60 and text.startswith("xx") and text.endswith("yy")
+    assert f"[... {TEXT} characters ...]" in text
+    assert bounded(list(range(1000)))[TURNS // 2 - 1 : TURNS // 2 + 1] == [29, 970]

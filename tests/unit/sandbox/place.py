@@ -7,10 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshrl.common.api.sandbox import (
-    LoadJob,
-    RewardPart,
-)
+from meshrl.common.api.sandbox import LoadJob, RewardPart
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.base.host.settings import SETTINGS_ENV
@@ -21,6 +18,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.mesh.runtime.ref import Ref
 from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
 from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.state import registry
 from meshrl.common.state.redis.client import State
 from meshrl.common.state.redis.embedded import command
 from tests.load import scaled
@@ -86,6 +84,12 @@ class Place:
 
     def job(self, tool: str = "calc:tool") -> LoadJob:
         return LoadJob("j", str(self.directory), {"calculate": tool}, [RewardPart("calc:reward")])
+
+    async def evict(self, name: str) -> None:
+        """Strike off a sandbox that has been killed, as its supervisor does."""
+        entry = await registry.lookup(self.caller.state, name)
+        assert entry is not None
+        await registry.evict(self.caller.state, name, entry.incarnation)
 
     async def close(self) -> None:
         await self.caller.leave()

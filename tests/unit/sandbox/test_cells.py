@@ -51,9 +51,7 @@ async def test_an_error_is_shown_and_the_session_goes_on(sessions: Sessions) -> 
     assert (await sessions.run("a", "x")).stdout == b"6\n"
 
 
-async def test_a_forked_process_that_falls_out_of_its_cell_answers_nothing_for_its_parent(
-    sessions: Sessions,
-) -> None:
+async def test_a_fork_that_leaves_its_cell_answers_nothing(sessions: Sessions) -> None:
     falls = "import os\nchild = os.fork()\nif not child:\n    raise ValueError('of the child')\n"
     ran = await sessions.run("a", falls + "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])")
     assert (ran.status, ran.stdout) == ("ok", b"1\n") and b"of the child" in ran.stderr
@@ -91,9 +89,7 @@ async def test_limits_are_of_each_cell(launcher: JailLauncher) -> None:
     sessions.close()
 
 
-async def test_what_a_cell_is_refused_has_its_type_and_the_session_stays(
-    sessions: Sessions,
-) -> None:
+async def test_what_a_cell_is_refused_has_a_type_and_the_session_stays(sessions: Sessions) -> None:
     await sessions.run("a", "x = 1")
     assert (await sessions.run("a", "bytearray(1 << 30)")).status == "out_of_memory"
     assert (await sessions.run("a", "import socket; socket.socket()")).status == "refused"
@@ -147,9 +143,7 @@ async def test_a_session_that_was_ended_is_forgotten(sessions: Sessions) -> None
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("exit", ["[]", "10**30", "'0'", "None"])
-async def test_an_end_of_a_cell_that_the_model_wrote_itself_harms_nobody(
-    sessions: Sessions, exit: str
-) -> None:
+async def test_an_end_of_a_cell_by_the_model_harms_nobody(sessions: Sessions, exit: str) -> None:
     source = "import json, os\n"
     source += f"frame = json.dumps({{'cell': 1, 'failed': False, 'exit': {exit}}}).encode()\n"
     source += "fd = max(map(int, os.listdir('/proc/self/fd')[:-1]))\n"
@@ -223,9 +217,7 @@ def processes(launcher: JailLauncher) -> int:
     return len(psutil.Process(launcher.pid).children(recursive=True))
 
 
-async def test_first_calls_at_once_share_one_jail(
-    cold: JailLauncher, launcher: JailLauncher
-) -> None:
+async def test_first_calls_share_one_jail(cold: JailLauncher, launcher: JailLauncher) -> None:
     sessions = Sessions(cold, SystemClock(), LIMITS, most=3, idle_s=600.0)
     cells = [sessions.run("a", f"x{i} = {i}") for i in range(3)]
     assert [ran.status for ran in await asyncio.gather(*cells)] == ["ok"] * 3
@@ -257,9 +249,7 @@ async def test_a_first_call_that_is_cancelled_leaves_the_start_to_those_that_wai
     assert await jails_left(cold, launcher) == 0
 
 
-async def test_a_start_that_is_cancelled_or_fails_leaves_no_place_taken(
-    cold: JailLauncher, tmp_path: Path
-) -> None:
+async def test_a_failed_start_leaves_no_place_taken(cold: JailLauncher, tmp_path: Path) -> None:
     sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
     only = asyncio.create_task(sessions.run("a", "1"))
     await asyncio.sleep(0.01)
@@ -296,9 +286,7 @@ async def test_a_session_that_is_ended_while_it_starts_leaves_no_jail(
     sessions.close()
 
 
-async def test_a_call_that_waited_for_a_cell_that_ends_the_session_is_told(
-    sessions: Sessions,
-) -> None:
+async def test_a_call_behind_a_cell_that_ends_the_session_is_told(sessions: Sessions) -> None:
     ends = asyncio.create_task(sessions.run("a", "import os; os._exit(3)"))
     waits = asyncio.create_task(sessions.run("a", "1"))
     assert (await ends).status == "crashed"

@@ -24,8 +24,7 @@ from meshrl.services.sandbox.jail.confinement import landlock
 from meshrl.services.sandbox.jail.metering import watch
 from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
-from tests.unit.sandbox.launching import launching
-from tests.unit.sandbox.seen import SOON_S, ZYGOTE, pythons
+from tests.unit.sandbox.launching import SOON_S, ZYGOTE, launching, pythons
 
 pytestmark = [
     pytest.mark.needs("bwrap"),
@@ -122,9 +121,7 @@ def answer(**changes):
 """
 
 
-async def test_a_cell_that_answers_early_is_stopped_there(
-    tiered: JailLauncher, sessions: Sessions
-) -> None:
+async def test_an_early_answer_stops_a_cell(tiered: JailLauncher, sessions: Sessions) -> None:
     await sessions.run("a", ANSWERS)
     early = await sessions.run("a", "answer()\nwhile True: pass")
     assert early.status == "ok"
@@ -272,9 +269,7 @@ async def test_a_hundred_that_spin_on_one_core_do_not_put_off_their_end(
 
 
 @pytest.mark.rotating(3)
-async def test_waiting_for_its_own_processes_excuses_no_jail(
-    on_one_core: None, tiered: JailLauncher
-) -> None:
+async def test_waiting_for_its_own_excuses_no_jail(on_one_core: None, tiered: JailLauncher) -> None:
     """Eight on one core wait for it seven eighths of the time, while others of the jail run."""
     source = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
     limits = JailLimits(wall_s=0.5, cpu_s=60.0, memory_bytes=256 * MIB)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshrl.common.api.sandbox import (
+    OK,
     EndSessions,
     JailSettings,
     LoadJob,
@@ -23,16 +26,31 @@ from meshrl.common.api.sandbox import (
     Sandbox,
     ToolCall,
 )
+from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import NotFound, PeerLost, Refused, ToolFailed
+from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.loading import digest_of
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.handle import start_time
-from meshrl.common.state import registry
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.state import events, registry
+from meshrl.common.state.events import Event
 from meshrl.services.rollout.rewards.sandboxes import SandboxClient
+from meshrl.services.sandbox.actor import SandboxActor, ServedSandbox
+from meshrl.services.sandbox.outcomes import TELL_S, Ends, ToldEnds
+from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
+from meshrl.services.sandbox.workers.pool import WorkerPool
+from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.view.history.belonging import Belonging
+from meshrl.view.history.news import unforeseen
 from tests.load import scaled
+from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
 from tests.unit.sandbox.isolation.test_contract import STANDIN
+from tests.unit.sandbox.launching import programs_below
 from tests.unit.sandbox.place import Place
-from tests.unit.sandbox.seen import programs_below
 
 
 @pytest.fixture
@@ -90,11 +108,7 @@ async def test_a_killed_sandbox_leaves_no_worker_and_its_successor_asks_for_the_
     async with asyncio.timeout(scaled(5)):
         while start_time(worker):
             await asyncio.sleep(0.02)
-    entry = await registry.lookup(place.caller.state, "sandbox/j/0")
-    assert entry is not None
-    await registry.evict(
-        place.caller.state, "sandbox/j/0", entry.incarnation
-    )  # its supervisor does
+    await place.evict("sandbox/j/0")
     place.start()
     with pytest.raises(NotFound, match=r"Sandbox\.load"):
         while True:
@@ -283,9 +297,7 @@ async def alive(place: Place, *names: str) -> None:
 
 
 @pytest.mark.rotating(3)
-async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_another(
-    place: Place,
-) -> None:
+async def test_calls_are_spread_over_sandboxes_and_move_from_a_dead_one(place: Place) -> None:
     await place.open()
     second = place.spawned("sandbox/j/1")
     await alive(place, "sandbox/j/0", "sandbox/j/1")
@@ -297,13 +309,9 @@ async def test_calls_are_spread_over_sandboxes_and_a_dead_ones_are_asked_of_anot
         await asyncio.sleep(0.1)
     await begun(place, place.sandbox.pid)
     await begun(place, second.pid)
-    entry = await registry.lookup(place.caller.state, "sandbox/j/1")
-    assert entry is not None
     second.kill()
     await second.wait(scaled(5))
-    await registry.evict(
-        place.caller.state, "sandbox/j/1", entry.incarnation
-    )  # its supervisor does
+    await place.evict("sandbox/j/1")
     (place.directory / "go").touch()
     pids = await asyncio.gather(*calls)
     assert set(pids) == {place.sandbox.pid}
@@ -347,9 +355,7 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     await sleeping(place.sandbox.pid)
     place.sandbox.kill()
     await place.sandbox.wait(scaled(5))
-    entry = await registry.lookup(place.caller.state, "sandbox/j/0")
-    assert entry is not None
-    await registry.evict(place.caller.state, "sandbox/j/0", entry.incarnation)
+    await place.evict("sandbox/j/0")
     place.start()
     for answer in await asyncio.gather(once, cell):
         assert answer["status"] == "crashed" and "was lost" in answer["output"]
@@ -361,3 +367,91 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     assert lost["status"] == "crashed" and "its process was lost" in lost["output"]
     client.ended("t1")
     await client.close()
+
+
+TOLD = LoadJob("j", "/runs/j/bundle/modules", {}, bundle="d1")
+OTHERS = {
+    "other modules": replace(TOLD, bundle_dir="/tmp/mine"),
+    "another bundle": replace(TOLD, bundle="d2"),
+    "a tool": replace(TOLD, tools={"run": "os:system"}),
+    "a reward": replace(TOLD, rewards=[RewardPart("os:system")]),
+    "a server": replace(TOLD, mcp={"files": ["sh", "-c", "true"]}),
+    "another interpreter": replace(TOLD, jail=JailSettings(python="/tmp/python")),
+    "a runner": replace(TOLD, jail=JailSettings(runner=["sh"])),
+    "a weaker jail": replace(TOLD, jail=JailSettings(tier="none")),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+async def test_a_shard_that_brings_other_code_than_the_document_has_is_refused(what: str) -> None:
+    actor = SandboxActor(
+        SystemHost(),
+        SystemClock(),
+        None,
+        PoolLimits(),
+        ServedSandbox("sandbox/j/0", "j", digest_of(TOLD)),
+    )
+    with pytest.raises(Refused, match="what the job's document does not say"):
+        await actor.load(OTHERS[what])
+    assert (await actor.load(TOLD)).job == "j"
+    with pytest.raises(Refused, match="what the job's document does not say"):
+        await actor.load(OTHERS[what])
+    await actor.stop()
+
+
+def test_a_request_that_has_travelled_has_the_same_digest() -> None:
+    whole = replace(TOLD, rewards=[RewardPart("exact", 1, {"b": 1, "a": [0.5, None]})])
+    other = replace(TOLD, rewards=[RewardPart("exact", 1.0, {"a": [0.5, None], "b": 1})])
+    assert digest_of(whole) == digest_of(other) != digest_of(TOLD)
+
+
+def counted(found: list[Event]) -> list[tuple[str, int]]:
+    """Name and number of the ends that a run counts."""
+    return [(e.fields["name"], e.fields["count"]) for e in found if unforeseen(e)]
+
+
+@story_on(run_virtual, given=2)
+async def test_ends_of_a_name_are_one_event_in_seconds(clock: VirtualClock, random: Random) -> None:
+    mesh = alone("sandbox/calc/0", clock, random, SimulatedHost(clock, random))
+    ends = ToldEnds(mesh.state, clock, "sandbox/calc/0", "calc")
+    ends.saw("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
+    await clock.sleep(0.1)
+    for _ in range(40):
+        ends.saw("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
+    ends.saw("zygote", -9, "it was killed: somebody has stopped it (pid 7)", None)
+    await clock.sleep(2 * TELL_S)
+    told = await events.read_all(mesh.state)
+    name = "worker of calc of sandbox/calc/0"
+    assert counted(told) == [(name, 1), (name, 40), ("zygote of sandbox/calc/0", 1)]
+    assert told[1].fields["times"] == 41 and told[1].fields["job"] == "calc"
+    assert all(Belonging("calc").takes(event) for event in told)
+    assert not any(Belonging("other").takes(event) for event in told)
+    ends.stop()
+
+
+async def test_a_killed_worker_is_told_and_one_that_served_its_time_is_not(tmp_path: Path) -> None:
+    class Heard(Ends):
+        def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+            heard.append((name, code, why))
+
+    heard: list[tuple[str, int, str]] = []
+    (tmp_path / "tools.py").write_text("import os\ndef pid(x): return os.getpid()\n")
+    pool = WorkerPool(
+        SystemHost(),
+        SystemClock(),
+        PoolFunctions("calc", str(tmp_path), {"tool:pid": "tools:pid"}),
+        PoolLimits(warm=1, most=1, recycle=2),
+        ends=Heard(),
+    )
+    await pool.start()
+    try:
+        seen = [(await pool.run([PoolCall("tool:pid", [0], scaled(20.0))]))[0] for _ in range(3)]
+        assert {answer.status for answer in seen} == {OK}
+        assert seen[1].value != seen[2].value and heard == [], "it has served its time"
+        os.kill(seen[2].value, signal.SIGKILL)
+        (answer,) = await pool.run([PoolCall("tool:pid", [0], scaled(20.0))])
+        assert answer.status == OK and answer.value != seen[2].value
+        ((name, code, _),) = heard
+        assert (name, code) == ("worker of calc", -signal.SIGKILL)
+    finally:
+        await pool.stop()

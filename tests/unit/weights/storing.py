@@ -1,9 +1,23 @@
-"""A weight store, and a trainer that speaks to it over sockets, as from another host."""
+"""A weight store, and processes that speak to it over sockets, as from other hosts."""
 
 from __future__ import annotations
 
-from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.api.weights import STORE
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state.redis.client import State
+from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.weights.receive import Receiver
+from meshrl.services.weights.store import WeightStore
+from tests.meshes import on_sockets
+from tests.unit.common.weights.bulk.road import Road
 
 
 class Store:
@@ -14,3 +28,49 @@ class Store:
     @property
     def bytes(self) -> int:
         return sum(path.stat().st_size for path in self.chunks.directory.glob("??/*"))
+
+
+class ProcessesOnHosts:
+    """Processes of hosts that have a directory each; a weight store is on the one named head."""
+
+    service: WeightStore
+    trainer: Mesh
+    way: Road
+
+    def __init__(self, root: Path, state: State) -> None:
+        self.root, self.state = root, state
+        self.meshes: list[Mesh] = []
+        self.store = ChunkStore(root / "head/store")
+
+    def process(self, name: str, host: str, **more: Any) -> Mesh:
+        root = str(self.root / host)
+        settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
+        made = on_sockets(name, self.state, SystemClock(), settings=settings)
+        self.meshes.append(made)
+        return made
+
+    async def receiver(self, name: str, host: str, **more: Any) -> tuple[Mesh, Receiver]:
+        mesh = self.process(name, host, **more)
+        await mesh.join(None)
+        return mesh, Receiver(mesh, BulkClient(mesh))
+
+    @asynccontextmanager
+    async def served(self, *address: str) -> AsyncIterator[None]:
+        """The store serves, to other hosts by `way`, and a trainer has joined.
+
+        Args:
+            address: what the store says that its host is, if that is to be another than its own.
+        """
+        serving = self.process(STORE, "head")
+        door = InterpreterDoor()
+        bulk = BulkServer(self.store, SystemHost(), "tcp://127.0.0.1:*", *address, door=door)
+        self.service = WeightStore(serving, self.store)
+        with Road(int(bulk.address.partition("#")[0].rpartition(":")[2]), 1 << 40) as self.way:
+            await serving.join(self.service, bulk_address=bulk.address)
+            self.trainer = self.process("trainer/j", "head")
+            await self.trainer.join(None)
+            yield
+            for mesh in reversed(self.meshes):
+                await mesh.leave()
+        bulk.close()
+        await self.state.close()

@@ -8,6 +8,7 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from meshrl.sim.mesh.job.job import config_of, document_of
 from meshrl.sim.redis.state import simulated_state
 from meshrl.view.live import tables
 from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
 from tests.unit.weights.store_bench import JOB, TRAINER, StoreBench, on_store
 
 T = TypeVar("T")
@@ -216,20 +218,19 @@ def test_jobs_that_have_ended_do_not_go_on(tmp_path: Path) -> None:
         from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
 
 
-def test_a_copy_that_cannot_be_written_is_told_once_and_made_up_for(tmp_path: Path) -> None:
+@story_on(copied, "tmp_path")
+async def test_a_copy_that_cannot_be_written_is_told_once_and_made_up_for(
+    bench: Copied, tmp_path: Path
+) -> None:
     (tmp_path / "copy").write_text("in the way")
-
-    async def story(bench: Copied) -> None:
-        name = await bench.checkpoint(0)
-        await bench.store.clock.sleep(200.0)
-        assert len(await bench.told("durable_failed")) == 1
-        assert bench.copying.stats()["durable_errors"] > 2
-        (tmp_path / "copy").unlink()
-        await bench.store.clock.sleep(LATEST_AGAIN_S + 5.0)
-        assert bench.copy.checkpoints(JOB) == [name]
-        assert bench.copying.stats()["durable_trouble"] == ""
-
-    copied(tmp_path, story)
+    name = await bench.checkpoint(0)
+    await bench.store.clock.sleep(200.0)
+    assert len(await bench.told("durable_failed")) == 1
+    assert bench.copying.stats()["durable_errors"] > 2
+    (tmp_path / "copy").unlink()
+    await bench.store.clock.sleep(LATEST_AGAIN_S + 5.0)
+    assert bench.copy.checkpoints(JOB) == [name]
+    assert bench.copying.stats()["durable_trouble"] == ""
 
 
 def test_nothing_is_written_from_the_moment_that_another_mesh_has_it(tmp_path: Path) -> None:
@@ -249,93 +250,79 @@ def test_nothing_is_written_from_the_moment_that_another_mesh_has_it(tmp_path: P
     assert theirs.read("jobs/j/standing.json")["phase"] == "training"
 
 
-def test_a_copy_where_nothing_is_new_is_not_asked(tmp_path: Path) -> None:
-    async def story(bench: Copied) -> None:
-        await bench.checkpoint(0)
-        await bench.look()
-        # nobody notices that it cannot be reached until there is something to copy
-        (tmp_path / "copy").rename(tmp_path / "away")
-        (tmp_path / "copy").write_text("in the way")
-        await bench.store.clock.sleep(20 * LOOK_S)
-        assert bench.copying.stats()["durable_errors"] == 0
-        await bench.checkpoint(1)
-        await bench.look()
-        assert bench.copying.stats()["durable_errors"] == 1
-
-    copied(tmp_path, story)
+@story_on(copied, "tmp_path")
+async def test_a_copy_where_nothing_is_new_is_not_asked(bench: Copied, tmp_path: Path) -> None:
+    await bench.checkpoint(0)
+    await bench.look()
+    # nobody notices that it cannot be reached until there is something to copy
+    (tmp_path / "copy").rename(tmp_path / "away")
+    (tmp_path / "copy").write_text("in the way")
+    await bench.store.clock.sleep(20 * LOOK_S)
+    assert bench.copying.stats()["durable_errors"] == 0
+    await bench.checkpoint(1)
+    await bench.look()
+    assert bench.copying.stats()["durable_errors"] == 1
 
 
-def test_a_job_that_is_deleted_leaves_the_copy(tmp_path: Path) -> None:
-    async def story(bench: Copied) -> None:
-        state = bench.store.state
-        await bench.checkpoint(0)
-        await jobs.cancel(state, JOB, "stop")
-        await bench.look()
-        assert bench.copy.files(JOB), "one that has ended stays as long as its records"
-        await deleting.delete(state, JOB, "delete")
-        await bench.look()
-        assert bench.copy.jobs() == []
-
-    copied(tmp_path, story)
+@story_on(copied, "tmp_path")
+async def test_a_job_that_is_deleted_leaves_the_copy(bench: Copied) -> None:
+    state = bench.store.state
+    await bench.checkpoint(0)
+    await jobs.cancel(state, JOB, "stop")
+    await bench.look()
+    assert bench.copy.files(JOB), "one that has ended stays as long as its records"
+    await deleting.delete(state, JOB, "delete")
+    await bench.look()
+    assert bench.copy.jobs() == []
 
 
-def test_jobs_that_ended_before_the_copy_was_taken_over_go_when_they_are_old(
-    tmp_path: Path,
+@story_on(copied, "tmp_path")
+async def test_jobs_that_ended_before_a_takeover_go_when_old(bench: Copied, tmp_path: Path) -> None:
+    us, month_ago = DurableCopy(url_of(tmp_path), "us"), bench.store.clock.wall() - 30 * DAY_S
+    us.claim()
+    for job, phase, at in (
+        ("old", "finished", month_ago - OLD_S),
+        ("newer", "failed", month_ago + OLD_S / 2),
+        ("goes on", "training", 0.0),
+    ):
+        us.write(f"jobs/{job}/standing.json", {"phase": phase, "at": at})
+    await bench.look()
+    assert us.jobs() == ["goes on", JOB, "newer"]
+    await bench.store.clock.sleep(OLD_S + LOOK_S)
+    assert us.jobs() == ["goes on", JOB]
+
+
+@story_on(copied, "tmp_path")
+async def test_a_job_that_begins_under_an_earlier_ones_name_has_none_of_its_checkpoints(
+    bench: Copied, tmp_path: Path
 ) -> None:
-    async def story(bench: Copied) -> None:
-        us, month_ago = DurableCopy(url_of(tmp_path), "us"), bench.store.clock.wall() - 30 * DAY_S
-        us.claim()
-        for job, phase, at in (
-            ("old", "finished", month_ago - OLD_S),
-            ("newer", "failed", month_ago + OLD_S / 2),
-            ("goes on", "training", 0.0),
-        ):
-            us.write(f"jobs/{job}/standing.json", {"phase": phase, "at": at})
-        await bench.look()
-        assert us.jobs() == ["goes on", JOB, "newer"]
-        await bench.store.clock.sleep(OLD_S + LOOK_S)
-        assert us.jobs() == ["goes on", JOB]
-
-    copied(tmp_path, story)
+    name = "step-000-000009-aaaaaaaa"
+    us = DurableCopy(url_of(tmp_path), "us")
+    us.claim()
+    us.write(f"jobs/{JOB}/checkpoints/{name}.json", {"files": {}})
+    await bench.look()
+    assert bench.copy.checkpoints(JOB) == []
+    await bench.checkpoint(0)
+    await bench.look()
+    assert len(bench.copy.checkpoints(JOB)) == 1
 
 
-def test_a_job_that_begins_under_an_earlier_ones_name_has_none_of_its_checkpoints(
-    tmp_path: Path,
-) -> None:
-    async def story(bench: Copied) -> None:
-        name = "step-000-000009-aaaaaaaa"
-        us = DurableCopy(url_of(tmp_path), "us")
-        us.claim()
-        us.write(f"jobs/{JOB}/checkpoints/{name}.json", {"files": {}})
-        await bench.look()
-        assert bench.copy.checkpoints(JOB) == []
-        await bench.checkpoint(0)
-        await bench.look()
-        assert len(bench.copy.checkpoints(JOB)) == 1
-
-    copied(tmp_path, story)
+@story_on(copied, "tmp_path")
+async def test_one_job_whose_files_are_damaged_keeps_no_other_from_its_copy(bench: Copied) -> None:
+    state = bench.store.state
+    broken = (await jobs.job(state, JOB)).document | {
+        "name": "broken",
+        "bundle": {"dir": "/gone", "digest": "0", "files": {"modules/a.py": [1, "0" * 64]}},
+    }
+    await jobs.submit(state, "a-broken", broken, "/gone", "submit it")
+    name = await bench.checkpoint(0)
+    await bench.store.clock.sleep(100.0)
+    assert bench.copy.checkpoints(JOB) == [name]
+    [told] = await bench.told("durable_failed")
+    assert "/gone/modules/a.py" in str(told["error"])
 
 
-def test_one_job_whose_files_are_damaged_keeps_no_other_from_its_copy(tmp_path: Path) -> None:
-    async def story(bench: Copied) -> None:
-        state = bench.store.state
-        broken = (await jobs.job(state, JOB)).document | {
-            "name": "broken",
-            "bundle": {"dir": "/gone", "digest": "0", "files": {"modules/a.py": [1, "0" * 64]}},
-        }
-        await jobs.submit(state, "a-broken", broken, "/gone", "submit it")
-        name = await bench.checkpoint(0)
-        await bench.store.clock.sleep(100.0)
-        assert bench.copy.checkpoints(JOB) == [name]
-        [told] = await bench.told("durable_failed")
-        assert "/gone/modules/a.py" in str(told["error"])
-
-    copied(tmp_path, story)
-
-
-def test_a_checkpoint_that_is_damaged_there_gives_its_place_to_the_one_before(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_damaged_there_gives_its_place_to_the_one_before(tmp_path: Path) -> None:
     async def story(bench: Copied) -> None:
         for step in range(2):
             await bench.checkpoint(step)
@@ -379,30 +366,27 @@ def test_a_job_whose_copy_had_only_begun_keeps_no_other_from_going_on(
     assert from_copy.bring(url_of(tmp_path), place) == runs, "as after an interruption"
 
 
-def test_a_checkpoint_names_no_file_but_its_own(tmp_path: Path) -> None:
+@story_on(copied, "tmp_path")
+async def test_a_checkpoint_names_no_file_but_its_own(bench: Copied, tmp_path: Path) -> None:
     secret = tmp_path / "owner.json"
     secret.write_text("secret")
-
-    async def story(bench: Copied) -> None:
-        manifest = await bench.store.stage(0)
-        account = await steps.checkpoint_state(bench.store.state, JOB)
-        store, digest = bench.store.trainer.ref(STORE), digest_of(b"secret")
-        for name in (str(secret), "state/../../../owner.json", ""):
-            asked = Checkpoint(JOB, 0, 0, manifest, account, {name: digest})
-            with pytest.raises(BadMessage, match="no path in a checkpoint"):
-                await store.call(Weights.save, asked)
-            with pytest.raises(BadMessage, match="no path in a checkpoint"):
-                laid = LayOut(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
-                await store.call(Weights.lay_out, laid)
-        assert not all_checkpoints(bench.store.run_dir)
-        path = bench.store.run_dir / f"checkpoints/step-000-000000-{manifest[:8]}.json"
-        path.parent.mkdir(exist_ok=True)
-        held = {"lineage": 0, "step": 0, "weights": manifest, "files": {str(secret): digest}}
-        path.write_bytes(sealed(held))
-        with pytest.raises(Damaged, match="lists no files of a checkpoint"):
-            manifest_of(path)
-
-    copied(tmp_path, story)
+    manifest = await bench.store.stage(0)
+    account = await steps.checkpoint_state(bench.store.state, JOB)
+    store, digest = bench.store.trainer.ref(STORE), digest_of(b"secret")
+    for name in (str(secret), "state/../../../owner.json", ""):
+        asked = Checkpoint(JOB, 0, 0, manifest, account, {name: digest})
+        with pytest.raises(BadMessage, match="no path in a checkpoint"):
+            await store.call(Weights.save, asked)
+        with pytest.raises(BadMessage, match="no path in a checkpoint"):
+            laid = LayOut(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
+            await store.call(Weights.lay_out, laid)
+    assert not all_checkpoints(bench.store.run_dir)
+    path = bench.store.run_dir / f"checkpoints/step-000-000000-{manifest[:8]}.json"
+    path.parent.mkdir(exist_ok=True)
+    held = {"lineage": 0, "step": 0, "weights": manifest, "files": {str(secret): digest}}
+    path.write_bytes(sealed(held))
+    with pytest.raises(Damaged, match="lists no files of a checkpoint"):
+        manifest_of(path)
 
 
 def test_the_last_checkpoint_stays_though_no_listing_tells_of_it_yet(tmp_path: Path) -> None:
@@ -451,16 +435,14 @@ def test_what_a_copy_names_leads_nowhere_else(tmp_path: Path, job: str, file: st
 
 
 @pytest.mark.deep
-def test_a_url_that_hangs_is_told_once(tmp_path: Path) -> None:
-    async def story(bench: Copied) -> None:
-        await bench.checkpoint(0)
-        await bench.store.clock.sleep(SILENT_S + 1.0)
-        [told] = await bench.told("durable_failed")
-        assert "nothing has been copied in 15 minutes" in str(told["error"])
-        assert str(told["error"]) == bench.copying.stats()["durable_trouble"]
-        await bench.store.clock.sleep(20 * SILENT_S)
-        assert len(await bench.told("durable_failed")) == 1
-        assert bench.copying.stats()["durable_checkpoints"] == 1
-        assert bench.copying.stats()["durable_trouble"] == ""
-
-    copied(tmp_path, story, silent=True)
+@story_on(partial(copied, silent=True), "tmp_path")
+async def test_a_url_that_hangs_is_told_once(bench: Copied) -> None:
+    await bench.checkpoint(0)
+    await bench.store.clock.sleep(SILENT_S + 1.0)
+    [told] = await bench.told("durable_failed")
+    assert "nothing has been copied in 15 minutes" in str(told["error"])
+    assert str(told["error"]) == bench.copying.stats()["durable_trouble"]
+    await bench.store.clock.sleep(20 * SILENT_S)
+    assert len(await bench.told("durable_failed")) == 1
+    assert bench.copying.stats()["durable_checkpoints"] == 1
+    assert bench.copying.stats()["durable_trouble"] == ""

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from meshrl.common.api.ranks import RowsSaved
 from meshrl.common.api.weights import STORE, Clear, KeepLines, LayOut, SetAside
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import BadMessage, MeshError
+from meshrl.common.base.errors import BadMessage, Damaged, MeshError, NotFound
 from meshrl.common.base.files import damage
 from meshrl.common.base.files.append_file import AppendFile
 from meshrl.common.job.config import JobConfig
@@ -21,13 +22,16 @@ from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.records.checkpoints import digests_below
 from meshrl.common.state import events, jobs
 from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.common.weights.store.weight_store import lay_out
+from meshrl.common.weights.store.weight_store import fetch_file, lay_out, put_file
+from meshrl.services.trainer.gang.saving import check_own
 from meshrl.services.weights.home import ANSWER_S, STALL_S, Errands, TaskProgress
 from meshrl.services.weights.store import WeightStore
 from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
+from tests.unit.trainer.ranks.test_rank_saving import GENERATION, order, saving, scratch
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 from tests.unit.weights.storing import Store
 
@@ -46,37 +50,35 @@ def left(store: StoreBench, *names: str) -> None:
         (store.run_dir / "checkpoints" / name / "model").touch()
 
 
-def test_all_that_a_cancelled_call_has_set_aside_is_told_once(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        await store.submit()
-        left(store, FIRST, SECOND)
-        store.redis.faults.delay_s = 1.0
-        clearing = asyncio.create_task(store.store.clear(Clear(JOB, COMMITTED)))
-        while not (tmp_path / "quarantine").exists():
-            await store.clock.sleep(0.1)
-        await store.clock.sleep(0.5)  # Redis has the first event, and its answer is on the way
-        clearing.cancel()
-        await asyncio.gather(clearing, return_exceptions=True)
-        store.redis.faults.delay_s = 0.0
-        await store.clock.sleep(SOON_S)
-        told = [Path(fields["path"]).stem for fields in await told_of(store)]
-        assert told == [FIRST, SECOND]
+@story_on(on_store, "tmp_path")
+async def test_all_that_a_cancelled_call_has_set_aside_is_told_once(
+    store: StoreBench, tmp_path: Path
+) -> None:
+    await store.submit()
+    left(store, FIRST, SECOND)
+    store.redis.faults.delay_s = 1.0
+    clearing = asyncio.create_task(store.store.clear(Clear(JOB, COMMITTED)))
+    while not (tmp_path / "quarantine").exists():
+        await store.clock.sleep(0.1)
+    await store.clock.sleep(0.5)  # Redis has the first event, and its answer is on the way
+    clearing.cancel()
+    await asyncio.gather(clearing, return_exceptions=True)
+    store.redis.faults.delay_s = 0.0
+    await store.clock.sleep(SOON_S)
+    told = [Path(fields["path"]).stem for fields in await told_of(store)]
+    assert told == [FIRST, SECOND]
 
-    on_store(tmp_path, story)
 
-
-def test_who_has_a_checkpoint_set_aside_need_not_be_there_to_tell_of_it(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        await store.submit()
-        left(store, FIRST)
-        fields = damage.fields("checkpoint", Path(f"/{FIRST}.json"), "bad", "other", job=JOB)
-        moved = await store.store.set_aside(SetAside(JOB, FIRST, "op", fields))
-        assert await store.store.set_aside(SetAside(JOB, FIRST, "op", fields)) == ""
-        await events.append(store.state, damage.EVENT, fields, "op")  # it is there after all
-        [told] = await told_of(store)
-        assert told == fields | {"aside": moved} and moved
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_who_sets_a_checkpoint_aside_need_not_stay_to_tell_of_it(store: StoreBench) -> None:
+    await store.submit()
+    left(store, FIRST)
+    fields = damage.fields("checkpoint", Path(f"/{FIRST}.json"), "bad", "other", job=JOB)
+    moved = await store.store.set_aside(SetAside(JOB, FIRST, "op", fields))
+    assert await store.store.set_aside(SetAside(JOB, FIRST, "op", fields)) == ""
+    await events.append(store.state, damage.EVENT, fields, "op")  # it is there after all
+    [told] = await told_of(store)
+    assert told == fields | {"aside": moved} and moved
 
 
 class Gated(SystemHost):
@@ -92,9 +94,7 @@ class Gated(SystemHost):
         return super().open_append(path)
 
 
-async def test_samples_that_are_sent_again_while_they_are_written_are_there_once(
-    tmp_path: Path,
-) -> None:
+async def test_samples_sent_again_while_they_are_written_are_there_once(tmp_path: Path) -> None:
     state, host = simulated_state(SystemClock()), Gated()
     await jobs.submit(state, JOB, JobConfig(name=JOB).document(), str(tmp_path), "submit")
     mesh = on_sockets(STORE, state, SystemClock(), host=host)
@@ -117,20 +117,16 @@ async def test_samples_that_are_sent_again_while_they_are_written_are_there_once
 
 
 @pytest.mark.parametrize("name", ["job", "../samples", "trace/../job", "trace/", "events"])
-def test_no_process_names_another_file_than_those_of_samples_and_traces(
-    name: str, tmp_path: Path
-) -> None:
-    async def story(store: StoreBench) -> None:
-        await store.submit()
-        before = sorted(store.run_dir.rglob("*"))
-        with pytest.raises(BadMessage, match="no file of samples or traces"):
-            await store.store.keep_lines(KeepLines(JOB, name, "op", "a line\n"))
-        assert sorted(store.run_dir.rglob("*")) == before
-        for good in ("samples-3", "trace/shard-0", "trace/engine-g3.0", "trace/trainer"):
-            await store.store.keep_lines(KeepLines(JOB, good, "op", "a line\n"))
-            assert (store.run_dir / f"{good}.jsonl").read_text() == "a line\n"
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_only_files_of_samples_and_traces_are_named(store: StoreBench, name: str) -> None:
+    await store.submit()
+    before = sorted(store.run_dir.rglob("*"))
+    with pytest.raises(BadMessage, match="no file of samples or traces"):
+        await store.store.keep_lines(KeepLines(JOB, name, "op", "a line\n"))
+    assert sorted(store.run_dir.rglob("*")) == before
+    for good in ("samples-3", "trace/shard-0", "trace/engine-g3.0", "trace/trainer"):
+        await store.store.keep_lines(KeepLines(JOB, good, "op", "a line\n"))
+        assert (store.run_dir / f"{good}.jsonl").read_text() == "a line\n"
 
 
 class SlowDisk(SimulatedHost):
@@ -145,30 +141,28 @@ class SlowDisk(SimulatedHost):
         return fn(*args)
 
 
-def test_a_copy_may_take_as_long_as_its_bytes_move(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        disk = SlowDisk(store.clock, store.random.child("disk"))
-        mesh, done = store.mesh("copying", "weights"), list[int]()
-        mesh.host = disk
-        errands = Errands(mesh)
-        disk.pauses = (0.9 * STALL_S,) * 4
-        asked = 0
+@story_on(on_store, "tmp_path")
+async def test_a_copy_may_take_as_long_as_its_bytes_move(store: StoreBench) -> None:
+    disk = SlowDisk(store.clock, store.random.child("disk"))
+    mesh, done = store.mesh("copying", "weights"), list[int]()
+    mesh.host = disk
+    errands = Errands(mesh)
+    disk.pauses = (0.9 * STALL_S,) * 4
+    asked = 0
 
-        def count_bytes(moved: TaskProgress) -> int:
-            done.append(moved.bytes)
-            return 1
+    def count_bytes(moved: TaskProgress) -> int:
+        done.append(moved.bytes)
+        return 1
 
-        while await errands.joined("it", count_bytes, "it") is None:
-            asked += 1
-        assert done == [4]
-        assert asked >= 3 * STALL_S / ANSWER_S - 1  # and whoever asks is answered all along
-        disk.pauses = (1.0, 2 * STALL_S)
-        with pytest.raises(MeshError, match="no byte of it has moved for 600 s, after 1"):
-            while await errands.joined("it", lambda _: 1, "it") is None:
-                pass
-        await errands.stop()
-
-    on_store(tmp_path, story)
+    while await errands.joined("it", count_bytes, "it") is None:
+        asked += 1
+    assert done == [4]
+    assert asked >= 3 * STALL_S / ANSWER_S - 1  # and whoever asks is answered all along
+    disk.pauses = (1.0, 2 * STALL_S)
+    with pytest.raises(MeshError, match="no byte of it has moved for 600 s, after 1"):
+        while await errands.joined("it", lambda _: 1, "it") is None:
+            pass
+    await errands.stop()
 
 
 def test_a_thread_that_nobody_waits_for_ends_at_its_next_block(tmp_path: Path) -> None:
@@ -201,3 +195,57 @@ async def test_who_waits_for_a_checkpoint_asks_until_it_is_laid_out(
     await jobs.submit(store.mesh.state, JOB, JobConfig(name=JOB).document(), str(tmp_path), "it")
     await lay_out(store.mesh, LayOut(JOB, FIRST, files))
     assert digests_below(tmp_path / "checkpoints" / FIRST) == files
+
+
+async def test_a_file_crosses_hosts_by_its_digest(store: Store, tmp_path: Path) -> None:
+    (source := tmp_path / "source").write_bytes(content := os.urandom(100_000))
+    target = tmp_path / "new" / "target"
+    digest = await put_file(store.mesh, store.bulk, source, "a file")
+    await fetch_file(store.mesh, store.bulk, digest, target, "a file")
+    assert target.read_bytes() == content
+    with pytest.raises(NotFound):
+        await fetch_file(store.mesh, store.bulk, "0" * 64, target, "a file")
+    assert target.read_bytes() == content
+
+
+async def test_a_damaged_one_is_set_aside_and_put_again(store: Store, tmp_path: Path) -> None:
+    (source := tmp_path / "source").write_bytes(content := os.urandom(100_000))
+    target = tmp_path / "new" / "target"
+    digest = await put_file(store.mesh, store.bulk, source, "a file")
+    store.chunks.path(digest).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(Damaged):
+        await fetch_file(store.mesh, store.bulk, digest, target, "a file")
+    assert not store.chunks.has(digest) and not target.exists()
+    await put_file(store.mesh, store.bulk, source, "a file")
+    await fetch_file(store.mesh, store.bulk, digest, target, "a file")
+    assert target.read_bytes() == content
+
+
+NAME = "step-000-000001-aa.core"
+SAVED = RowsSaved(GENERATION, "elsewhere", NAME)
+
+
+async def test_they_are_there_and_told_once_more_when_an_answer_was_lost(
+    store: Store, tmp_path: Path
+) -> None:
+    rank = saving(tmp_path, store.mesh)
+    await rank.save(order(NAME))
+    written = tmp_path / f"checkpoints/{NAME}.1/state/part-00001-00000.safetensors"
+    content = written.read_bytes()
+    answers = [await rank.saved(SAVED) for _ in range(2)]
+    files = answers[0].files
+    check_own(1, files)
+    assert list(files) == [written.name] and answers[1] == answers[0]
+    assert not answers[0].trouble.code and not scratch(tmp_path)
+    into = tmp_path / "there"
+    await fetch_file(store.mesh, store.bulk, files[written.name], into, "a part")
+    assert into.read_bytes() == content
+
+
+async def test_what_hinders_them_is_an_answer(store: Store, tmp_path: Path) -> None:
+    rank = saving(tmp_path, store.mesh)
+    await rank.save(order(NAME))
+    directory = tmp_path / f"checkpoints/{NAME}.1/state"
+    (directory / "part-00001-00001.safetensors").symlink_to("/proc/self/mem")  # reading fails
+    answer = await rank.saved(SAVED)
+    assert answer.trouble.code and not answer.files and not scratch(tmp_path)

@@ -10,62 +10,38 @@ import os
 import resource
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from loadtests.weights.contents import staged_whole
-from meshrl.common.api.weights import STORE
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.digest import digest_of
 from meshrl.common.base.errors import NotFound
-from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.state.redis.client import State
-from meshrl.common.weights.bulk.doors import InterpreterDoor
-from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
 from meshrl.common.weights.layout.images import Image
 from meshrl.common.weights.receive import Receiver
 from meshrl.common.weights.store.host_chunks import UNUSED_S, sweep, through
-from meshrl.services.weights.store import WeightStore
 from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
-from tests.unit.common.weights.bulk.road import Road
+from tests.unit.weights.storing import ProcessesOnHosts
 
 CHUNK = 100_000
 TENSORS = {f"layers.{i}": torch.full((CHUNK // 4,), float(i)) for i in range(4)}
 SIZE = len(TENSORS) * CHUNK  # of the version, in as many chunks
 
 
-class Hosts:
+class Hosts(ProcessesOnHosts):
     """A head with a weight store, to which there is one way, and a host with many processes."""
 
-    way: Road
     digest: str
-
-    def __init__(self, root: Path, state: State) -> None:
-        self.root, self.state = root, state
-        self.meshes: list[Mesh] = []
-        self.store = ChunkStore(root / "head/store")
 
     @property
     def kept(self) -> ChunkStore:
         return ChunkStore(self.root / "second/chunks")
-
-    def process(self, name: str, host: str = "second", **more: Any) -> Mesh:
-        root = str(self.root / host)
-        settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
-        made = on_sockets(name, self.state, SystemClock(), settings=settings)
-        self.meshes.append(made)
-        return made
-
-    async def receiver(self, name: str, **more: Any) -> tuple[Mesh, Receiver]:
-        mesh = self.process(name, **more)
-        await mesh.join(None)
-        return mesh, Receiver(mesh, BulkClient(mesh))
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.kept.directory.glob("??/*"))
@@ -73,25 +49,15 @@ class Hosts:
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    state = simulated_state(SystemClock())
-    made = Hosts(tmp_path, state)
-    serving = made.process(STORE, "head")
-    door = InterpreterDoor()
+    made = Hosts(tmp_path, simulated_state(SystemClock()))
     # It says that it is where the way begins: proofs are good for no other place.
-    bulk = BulkServer(made.store, SystemHost(), "tcp://127.0.0.1:*", "127.0.0.2", door=door)
-    with Road(int(bulk.address.partition("#")[0].rpartition(":")[2]), 1 << 40) as made.way:
-        await serving.join(WeightStore(serving, made.store), bulk_address=bulk.address)
-        trainer = made.process("trainer/j", "head")
-        await trainer.join(None)
+    async with made.served("127.0.0.2"):
+        trainer = made.trainer
         bulk_client = BulkClient(trainer)
         made.digest = await staged_whole(trainer, bulk_client, "j", 0, 0, TENSORS, most=CHUNK)
         assert right(await Receiver(trainer, bulk_client).receive(made.digest))
         assert made.way.carried == 0 and not (tmp_path / "head/chunks").exists()
         yield made
-        for mesh in reversed(made.meshes):
-            await mesh.leave()
-    bulk.close()
-    await state.close()
 
 
 def right(image: Image) -> bool:
@@ -105,7 +71,7 @@ def told(*meshes: Mesh) -> dict[str, float]:
 
 
 async def test_processes_of_a_host_fetch_a_version_once_for_all(hosts: Hosts) -> None:
-    made = [await hosts.receiver(f"engine/g{n}") for n in range(3)]
+    made = [await hosts.receiver(f"engine/g{n}", "second") for n in range(3)]
     images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))
     assert all(map(right, images))
     assert SIZE < hosts.way.carried < SIZE * 1.2
@@ -115,13 +81,13 @@ async def test_processes_of_a_host_fetch_a_version_once_for_all(hosts: Hosts) ->
     assert len(hosts.files()) == 4
     for name in hosts.files():
         hosts.store.path(name).unlink()
-    _, later = await hosts.receiver("engine/g3")
+    _, later = await hosts.receiver("engine/g3", "second")
     assert right(await later.receive(hosts.digest))  # nobody is asked again
 
 
 @pytest.mark.parametrize("harm", ["flipped", "cut", "emptied"])
 async def test_a_damaged_one_is_fetched_again_and_never_loaded(hosts: Hosts, harm: str) -> None:
-    _, first = await hosts.receiver("engine/g0")
+    _, first = await hosts.receiver("engine/g0", "second")
     await first.receive(hosts.digest)
     path = hosts.kept.path(hosts.files()[0])
     content = path.read_bytes()
@@ -132,7 +98,7 @@ async def test_a_damaged_one_is_fetched_again_and_never_loaded(hosts: Hosts, har
     }
     path.write_bytes(harmed[harm])
     before = hosts.way.carried
-    mesh, second = await hosts.receiver("engine/g1")
+    mesh, second = await hosts.receiver("engine/g1", "second")
     assert right(await second.receive(hosts.digest))
     assert CHUNK < hosts.way.carried - before < CHUNK * 1.5
     figures = told(mesh)
@@ -144,7 +110,7 @@ async def test_a_damaged_one_is_fetched_again_and_never_loaded(hosts: Hosts, har
 async def test_what_cannot_be_kept_is_passed_by(hosts: Hosts, why: str) -> None:
     (hosts.root / "second").mkdir()
     more = {"too little": {"chunks_bytes": CHUNK // 2}, "none": {"chunks_bytes": 0}}.get(why, {})
-    mesh, receiver = await hosts.receiver("engine/g0", **more)
+    mesh, receiver = await hosts.receiver("engine/g0", "second", **more)
     if why == "no directory":
         (hosts.root / "second/chunks").write_text("")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -162,7 +128,7 @@ async def test_what_cannot_be_kept_is_passed_by(hosts: Hosts, why: str) -> None:
 
 
 async def test_what_was_not_used_for_longest_makes_room(hosts: Hosts) -> None:
-    mesh = hosts.process("engine/g0", chunks_bytes=3 * CHUNK)
+    mesh = hosts.process("engine/g0", "second", chunks_bytes=3 * CHUNK)
     contents = [bytes([n]) * CHUNK for n in range(4)]
     digests = [digest_of(content) for content in contents]
 
@@ -194,7 +160,7 @@ async def some_there(hosts: Hosts, receiver: Receiver) -> list[str]:
 
 
 async def test_what_a_version_needs_stays_as_long_as_there_is_anything_else(hosts: Hosts) -> None:
-    mesh, receiver = await hosts.receiver("engine/g0", chunks_bytes=4 * CHUNK)
+    mesh, receiver = await hosts.receiver("engine/g0", "second", chunks_bytes=4 * CHUNK)
     await some_there(hosts, receiver)
     image = await receiver.receive(hosts.digest)
     assert right(image) and hosts.files() == sorted(image.chunks)
@@ -202,10 +168,8 @@ async def test_what_a_version_needs_stays_as_long_as_there_is_anything_else(host
     assert (figures["found"], figures["fetched"]) == (2, 2)
 
 
-async def test_where_a_version_has_no_room_beside_what_is_there_of_it_none_of_that_goes(
-    hosts: Hosts,
-) -> None:
-    _, receiver = await hosts.receiver("engine/g0", chunks_bytes=3 * CHUNK)
+async def test_a_version_without_room_beside_what_is_there_removes_none_of_it(hosts: Hosts) -> None:
+    _, receiver = await hosts.receiver("engine/g0", "second", chunks_bytes=3 * CHUNK)
     found = await some_there(hosts, receiver)
     with capture_logs() as lines:
         for _ in range(2):
@@ -216,7 +180,7 @@ async def test_where_a_version_has_no_room_beside_what_is_there_of_it_none_of_th
 
 
 async def test_what_nobody_uses_goes_and_what_is_used_stays(hosts: Hosts) -> None:
-    mesh, receiver = await hosts.receiver("engine/g0")
+    mesh, receiver = await hosts.receiver("engine/g0", "second")
     await receiver.receive(hosts.digest)
     used, unused, *_ = names = hosts.files()
     long_ago = mesh.clock.wall() - 2 * UNUSED_S
@@ -251,7 +215,7 @@ async def test_one_who_stands_still_as_it_fetches_is_not_waited_for_for_ever(hos
     content = b"a chunk"
     lock = hosts.kept.directory / ".locks" / digest_of(content)[:2]
     lock.parent.mkdir(parents=True)
-    settings = hosts.process("engine/g0").settings
+    settings = hosts.process("engine/g0", "second").settings
     hasty = on_sockets("engine/g1", hosts.state, Hasty(), settings=settings)
     hosts.meshes.append(hasty)
 
@@ -266,7 +230,7 @@ async def test_one_who_stands_still_as_it_fetches_is_not_waited_for_for_ever(hos
 
 
 async def test_one_who_fails_or_is_cancelled_lets_the_next_fetch(hosts: Hosts) -> None:
-    mesh, content, asked = hosts.process("engine/g0"), b"a chunk", asyncio.Event()
+    mesh, content, asked = hosts.process("engine/g0", "second"), b"a chunk", asyncio.Event()
 
     async def stand() -> bytes:
         asked.set()

@@ -178,9 +178,7 @@ def run_all(root: Path, first: int) -> None:
 
 @pytest.mark.rotating(EVERY)
 @pytest.mark.parametrize("first", range(1, EVERY + 1))
-def test_a_collection_that_is_killed_at_any_write_leaves_nothing_wrong(
-    tmp_path: Path, first: int
-) -> None:
+def test_a_collection_killed_at_any_write_leaves_nothing_wrong(tmp_path: Path, first: int) -> None:
     # In a process of its own: one that libraries have put threads into cannot be forked safely.
     command = [sys.executable, "-m", __name__, str(tmp_path), str(first)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(240))

@@ -63,9 +63,7 @@ async def test_it_is_refused_when_redis_has_gone_back_too(store: Store) -> None:
         await stage(store, version(store, 0, 3))
 
 
-async def test_what_was_committed_is_on_record_for_the_next_start(
-    store: Store, tmp_path: Path
-) -> None:
+async def test_a_commit_is_on_record_for_the_next_start(store: Store, tmp_path: Path) -> None:
     first = await stage(store, version(store, 0, 1))
     await committed(store.mesh.state, first)
     await stage(store, version(store, 1, 2))

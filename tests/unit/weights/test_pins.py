@@ -1,21 +1,34 @@
-"""What people keep in the store, and what a job may have there."""
+"""Versions and checkpoints that stay: pins, quotas, and the table `[weights]` of a job."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshrl.common.api.weights import Manifest, Tensor
 from meshrl.common.base.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
 from meshrl.common.mesh.runtime.patience import waited_for
 from meshrl.common.state import events, jobs
 from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import COUNTS, JobRow
 from meshrl.common.state.lifecycle import deleting
 from meshrl.services.weights.keeping.pins import Pin, all_pins, names, pin, pins, unpin
+from meshrl.services.weights.keeping.retention import (
+    Number,
+    awaited,
+    chain,
+    expired,
+    lasting,
+    pinned,
+)
 from meshrl.services.weights.keeping.sweeping import GRACE_S, SWEEP_S
 from meshrl.view.history import news
+from tests.stories import story_on
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 LONG_S = GRACE_S + 4 * SWEEP_S
@@ -43,126 +56,110 @@ def held(store: StoreBench, manifest: str, version: int) -> None:
     pin(store.chunks, JOB, manifest, made)
 
 
-def test_a_pinned_version_stays_until_it_is_unpinned(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        name = await begun(store)
-        second = await store.step(2, name)
+@story_on(on_store, "tmp_path")
+async def test_a_pinned_version_stays_until_it_is_unpinned(store: StoreBench) -> None:
+    name = await begun(store)
+    second = await store.step(2, name)
+    held(store, second, 2)
+    await store.step(3, name)
+    await store.clock.sleep(LONG_S)
+    await store.restart_store()
+    await store.clock.sleep(LONG_S)
+    assert await store.stored(second)
+    assert pins(store.chunks.directory, JOB)[second].note == "for the paper"
+    assert unpin(store.chunks.directory, JOB, second)
+    assert not unpin(store.chunks.directory, JOB, second), "there is nothing left to do"
+    await store.clock.sleep(LONG_S)
+    assert not await store.stored(second)
+
+
+@story_on(on_store, "tmp_path")
+async def test_a_version_that_is_about_to_go_can_still_be_pinned(store: StoreBench) -> None:
+    name = await begun(store)
+    second = await store.step(2, name)
+    await store.step(3, name)
+    await store.clock.sleep(GRACE_S - SWEEP_S)  # it is struck off, and its chunks are there
+    held(store, second, 2)
+    await store.clock.sleep(LONG_S)
+    assert await store.stored(second)
+    unpin(store.chunks.directory, JOB, second)
+    await store.clock.sleep(LONG_S)
+    assert not await store.stored(second)
+    with pytest.raises(NotFound, match=second):
         held(store, second, 2)
-        await store.step(3, name)
-        await store.clock.sleep(LONG_S)
-        await store.restart_store()
-        await store.clock.sleep(LONG_S)
-        assert await store.stored(second)
-        assert pins(store.chunks.directory, JOB)[second].note == "for the paper"
-        assert unpin(store.chunks.directory, JOB, second)
-        assert not unpin(store.chunks.directory, JOB, second), "there is nothing left to do"
-        await store.clock.sleep(LONG_S)
-        assert not await store.stored(second)
-
-    on_store(tmp_path, story)
+    assert all_pins(store.chunks.directory) == {}, "what is not there is not pinned"
 
 
-def test_a_version_that_is_about_to_go_can_still_be_pinned(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        name = await begun(store)
-        second = await store.step(2, name)
-        await store.step(3, name)
-        await store.clock.sleep(GRACE_S - SWEEP_S)  # it is struck off, and its chunks are there
+@story_on(on_store, "tmp_path")
+async def test_a_version_that_has_lost_a_chunk_is_not_pinned(store: StoreBench) -> None:
+    name = await begun(store)
+    second = await store.step(2, name)
+    [chunk] = names(await store.store._manifest(second))
+    store.chunks.path(chunk).unlink()
+    with pytest.raises(NotFound, match="meshrl weights list"):
         held(store, second, 2)
-        await store.clock.sleep(LONG_S)
-        assert await store.stored(second)
-        unpin(store.chunks.directory, JOB, second)
-        await store.clock.sleep(LONG_S)
-        assert not await store.stored(second)
-        with pytest.raises(NotFound, match=second):
-            held(store, second, 2)
-        assert all_pins(store.chunks.directory) == {}, "what is not there is not pinned"
-
-    on_store(tmp_path, story)
+    assert all_pins(store.chunks.directory) == {}
 
 
-def test_a_version_that_has_lost_a_chunk_is_not_pinned(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        name = await begun(store)
-        second = await store.step(2, name)
-        [chunk] = names(await store.store._manifest(second))
-        store.chunks.path(chunk).unlink()
-        with pytest.raises(NotFound, match="meshrl weights list"):
-            held(store, second, 2)
-        assert all_pins(store.chunks.directory) == {}
-
-    on_store(tmp_path, story)
-
-
-def test_pins_outlive_the_job_and_redis(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        name = await begun(store)
-        second = await store.step(2, name)
-        held(store, second, 2)
-        await store.step(3, name)
-        await store.lose_redis()
-        await store.clock.sleep(LONG_S)
-        assert await store.stored(second)
-        await store.submit()
-        await jobs.cancel(store.state, JOB, "stop")
-        await deleting.delete(store.state, JOB, "delete")
-        await store.clock.sleep(LONG_S)
-        assert await store.stored(second)
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_pins_outlive_the_job_and_redis(store: StoreBench) -> None:
+    name = await begun(store)
+    second = await store.step(2, name)
+    held(store, second, 2)
+    await store.step(3, name)
+    await store.lose_redis()
+    await store.clock.sleep(LONG_S)
+    assert await store.stored(second)
+    await store.submit()
+    await jobs.cancel(store.state, JOB, "stop")
+    await deleting.delete(store.state, JOB, "delete")
+    await store.clock.sleep(LONG_S)
+    assert await store.stored(second)
 
 
-def test_a_pin_whose_file_is_damaged_still_holds(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        name = await begun(store)
-        second = await store.step(2, name)
-        held(store, second, 2)
-        (path,) = (store.chunks.directory / "pins").rglob("*.json")
-        path.write_text("{")
-        await store.step(3, name)
-        await store.clock.sleep(LONG_S)
-        assert await store.stored(second)
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_a_pin_whose_file_is_damaged_still_holds(store: StoreBench) -> None:
+    name = await begun(store)
+    second = await store.step(2, name)
+    held(store, second, 2)
+    (path,) = (store.chunks.directory / "pins").rglob("*.json")
+    path.write_text("{")
+    await store.step(3, name)
+    await store.clock.sleep(LONG_S)
+    assert await store.stored(second)
 
 
-def test_the_newest_and_each_kth_version_stay(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        name = await begun(store, keep=2, keep_every=3)
-        made = {n: await store.step(n, name) for n in range(2, 8)}
-        await store.clock.sleep(LONG_S)
-        stays = [n for n, manifest in made.items() if await store.stored(manifest)]
-        # 4 is that of the checkpoint that may still be written
-        assert stays == [3, 4, 6, 7]
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_the_newest_and_each_kth_version_stay(store: StoreBench) -> None:
+    name = await begun(store, keep=2, keep_every=3)
+    made = {n: await store.step(n, name) for n in range(2, 8)}
+    await store.clock.sleep(LONG_S)
+    stays = [n for n, manifest in made.items() if await store.stored(manifest)]
+    # 4 is that of the checkpoint that may still be written
+    assert stays == [3, 4, 6, 7]
 
 
-def test_a_version_beyond_the_quota_waits_and_is_told_before(tmp_path: Path) -> None:
-    # a version of the bench has 32 bytes; 0 and 1 are those of checkpoints
+@story_on(on_store, "tmp_path")
+async def test_a_version_beyond_the_quota_waits_and_is_told_before(store: StoreBench) -> None:
     four = 4 * 32 / (1 << 30)
-
-    async def story(store: StoreBench) -> None:
-        name = await begun(store, quota_gb=four)
-        second = await store.step(2, name)
-        held(store, second, 2)
-        await store.clock.sleep(2 * SWEEP_S)
-        assert not await told(store)
-        await store.step(3, name)
-        await store.clock.sleep(2 * SWEEP_S)
-        [near] = await told(store)
-        assert (near["held"], near["next"], near["quota"]) == (128, 32, 128)
-        assert "128" not in store.store.stats()["quota_trouble"]
-        assert "the next one needs" in store.store.stats()["quota_trouble"]
-        staging = asyncio.create_task(store.stage(4))
-        await store.clock.sleep(LONG_S)
-        assert not staging.done() and store.store.stats()["quota_refused"] > 0
-        assert unpin(store.chunks.directory, JOB, second)
-        await store.commit(4, await staging, name)
-        await store.clock.sleep(2 * SWEEP_S)
-        assert len(await told(store)) == 1, "once each time"
-
-    on_store(tmp_path, story)
+    name = await begun(store, quota_gb=four)
+    second = await store.step(2, name)
+    held(store, second, 2)
+    await store.clock.sleep(2 * SWEEP_S)
+    assert not await told(store)
+    await store.step(3, name)
+    await store.clock.sleep(2 * SWEEP_S)
+    [near] = await told(store)
+    assert (near["held"], near["next"], near["quota"]) == (128, 32, 128)
+    assert "128" not in store.store.stats()["quota_trouble"]
+    assert "the next one needs" in store.store.stats()["quota_trouble"]
+    staging = asyncio.create_task(store.stage(4))
+    await store.clock.sleep(LONG_S)
+    assert not staging.done() and store.store.stats()["quota_refused"] > 0
+    assert unpin(store.chunks.directory, JOB, second)
+    await store.commit(4, await staging, name)
+    await store.clock.sleep(2 * SWEEP_S)
+    assert len(await told(store)) == 1, "once each time"
 
 
 async def told(store: StoreBench, kind: str = "weights_quota") -> list[dict[str, object]]:
@@ -170,9 +167,7 @@ async def told(store: StoreBench, kind: str = "weights_quota") -> list[dict[str,
     return [dict(event.fields) for event in found if event.kind == kind]
 
 
-def test_a_version_that_is_refused_for_long_is_told_once_and_swept_for_ever_more_rarely(
-    tmp_path: Path,
-) -> None:
+def test_a_version_refused_for_long_is_told_once_and_swept_ever_more_rarely(tmp_path: Path) -> None:
     async def story(store: StoreBench) -> None:
         name = await begun(store, quota_gb=4 * 32 / (1 << 30))
         for version in (2, 3):
@@ -199,40 +194,34 @@ def test_a_version_that_is_refused_for_long_is_told_once_and_swept_for_ever_more
     on_store(tmp_path, story)
 
 
-def test_what_a_job_that_is_over_was_refused_is_no_trouble(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        name = await begun(store, quota_gb=3 * 32 / (1 << 30))
-        held(store, await store.step(2, name), 2)
-        staging = asyncio.create_task(store.stage(3))
-        await store.clock.sleep(SWEEP_S)
-        assert "waits" in store.store.stats()["quota_trouble"]
-        staging.cancel()
-        await jobs.cancel(store.state, JOB, "stop")
-        await store.clock.sleep(2 * SWEEP_S)
-        assert store.store.stats()["quota_trouble"] == ""
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_what_a_job_that_is_over_was_refused_is_no_trouble(store: StoreBench) -> None:
+    name = await begun(store, quota_gb=3 * 32 / (1 << 30))
+    held(store, await store.step(2, name), 2)
+    staging = asyncio.create_task(store.stage(3))
+    await store.clock.sleep(SWEEP_S)
+    assert "waits" in store.store.stats()["quota_trouble"]
+    staging.cancel()
+    await jobs.cancel(store.state, JOB, "stop")
+    await store.clock.sleep(2 * SWEEP_S)
+    assert store.store.stats()["quota_trouble"] == ""
 
 
-def test_a_version_that_is_committed_otherwise_does_not_wait_for_room(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        second = await store.step(2, await begun(store))
-        await asked(store, quota_gb=32 / (1 << 30))
-        with pytest.raises(AlreadyCommitted, match=second):
-            await store.store.stage(offered(store, 2))
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_a_version_committed_otherwise_does_not_wait_for_room(store: StoreBench) -> None:
+    second = await store.step(2, await begun(store))
+    await asked(store, quota_gb=32 / (1 << 30))
+    with pytest.raises(AlreadyCommitted, match=second):
+        await store.store.stage(offered(store, 2))
 
 
-def test_a_version_of_a_job_that_is_over_is_refused_with_its_reason(tmp_path: Path) -> None:
-    async def story(store: StoreBench) -> None:
-        held(store, await store.step(2, await begun(store)), 2)
-        await asked(store, quota_gb=32 / (1 << 30))
-        await jobs.cancel(store.state, JOB, "stop")
-        with pytest.raises(QuotaExceeded, match="with version 3 the versions of"):
-            await store.store.stage(offered(store, 3))
-
-    on_store(tmp_path, story)
+@story_on(on_store, "tmp_path")
+async def test_a_version_of_a_job_that_is_over_is_refused(store: StoreBench) -> None:
+    held(store, await store.step(2, await begun(store)), 2)
+    await asked(store, quota_gb=32 / (1 << 30))
+    await jobs.cancel(store.state, JOB, "stop")
+    with pytest.raises(QuotaExceeded, match="with version 3 the versions of"):
+        await store.store.stage(offered(store, 3))
 
 
 def offered(store: StoreBench, version: int) -> Manifest:
@@ -245,3 +234,115 @@ def test_who_waits_for_a_quota_says_so() -> None:
     code, text = to_wire(QuotaExceeded("with version 4 the versions of j have 5 GiB"))
     what, on = waited_for(from_wire(code, text))
     assert on == "quota" and "versions of j have 5 GiB" in what
+
+
+LINEAR = {f"0.{n}": Number(0, n) for n in range(13)}
+
+
+def test_the_newest_and_each_kth_stay() -> None:
+    kept = lasting(LINEAR, Number(0, 11), {"keep": 2, "keep_every": 4})
+    assert kept == {"0.10": "keep", "0.11": "keep", "0.4": "keep_every", "0.8": "keep_every"}
+
+
+def test_without_the_table_the_current_one_stays() -> None:
+    assert lasting(LINEAR, Number(0, 5), {}) == {"0.5": "keep"}
+    assert lasting({}, Number(0, -1), {"keep": 3}) == {}
+
+
+def test_what_a_new_lineage_has_left_behind_counts_no_more() -> None:
+    versions = LINEAR | {"1.5": Number(1, 5), "1.6": Number(1, 6)}
+    kept = lasting(versions, Number(1, 6), {"keep": 3, "keep_every": 4})
+    assert set(kept) == {"0.4", "1.5", "1.6"}, "8 and 12 of the lineage before lead nowhere"
+
+
+def test_a_version_that_was_staged_twice_stays_twice() -> None:
+    versions = {"a": Number(0, 1), "b": Number(0, 1)}
+    assert chain(versions, Number(0, 1)) == {1: ["a", "b"]}
+
+
+numbers = st.builds(Number, st.integers(0, 3), st.integers(0, 20))
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=3), numbers), numbers, st.integers(1, 6))
+def test_of_each_number_up_to_the_current_one_the_last_lineage_counts(
+    versions: dict[str, Number], current: Number, keep: int
+) -> None:
+    led = chain(versions, current)
+    reachable = {
+        m: n
+        for m, n in versions.items()
+        if n.version <= current.version and n.lineage <= current.lineage
+    }
+    assert sorted(led) == sorted({n.version for n in reachable.values()})
+    for number, manifests in led.items():
+        best = max(n.lineage for n in reachable.values() if n.version == number)
+        assert set(manifests) == {m for m, n in reachable.items() if n == Number(best, number)}
+    kept = lasting(versions, current, {"keep": keep})
+    assert {versions[m].version for m in kept} == set(sorted(led)[-keep:])
+
+
+NAMES = [f"step-000-{n:06d}" for n in range(6)]
+
+
+def test_the_committed_checkpoint_and_those_just_before_it_stay() -> None:
+    assert expired(NAMES[:5], NAMES[4], keep=3) == NAMES[:2]
+
+
+def test_a_checkpoint_whose_step_is_being_committed_stays() -> None:
+    assert NAMES[5] not in expired(NAMES, NAMES[4], keep=1)
+
+
+def test_nothing_goes_while_nothing_is_committed() -> None:
+    assert expired(NAMES, "", keep=1) == []
+
+
+def test_the_committed_one_stays_even_if_none_is_asked_for() -> None:
+    assert expired(NAMES, NAMES[5], keep=0) == NAMES[:5]
+
+
+def row(reference: str, lineage: int = 0, version: int = 0, **more: str) -> JobRow:
+    document = {
+        "models": {"reference": {"path": reference}},
+        "training": {"checkpoint_every": 4},
+        "budget": {"steps": 10},
+    }
+    whole: dict[str, Any] = dict.fromkeys(
+        ("lineage", "version", "steps_done", "cursor", "admitted", *COUNTS), 0
+    )
+    text: dict[str, Any] = {
+        "id": "j",
+        "phase": "training",
+        "run_dir": "",
+        "checkpoint": "",
+        "error": "",
+    }
+    whole |= {"lineage": lineage, "version": version}
+    text |= {"manifest": "now", **more}
+    return JobRow(document=document, **text, **whole)
+
+
+def test_the_current_the_best_and_a_first_version_that_is_the_reference_stay() -> None:
+    assert pinned(row("initial", initial_manifest="first", best_manifest="best")) == {
+        "now",
+        "best",
+        "first",
+    }
+
+
+def test_a_first_version_that_nobody_compares_with_may_go() -> None:
+    assert pinned(row("", initial_manifest="first")) == {"now"}
+    assert pinned(row("initial", manifest="")) == set()
+
+
+VERSIONS = {f"{lineage}.{n}": Number(lineage, n) for lineage in range(3) for n in range(11)}
+
+
+def test_staged_versions_and_the_newest_that_a_checkpoint_is_written_of_are_awaited() -> None:
+    later = {f"2.{n}" for n in range(11)}
+    assert awaited(row("", 1, 6), VERSIONS) == {"1.4", "1.7", "1.8", "1.9", "1.10"} | later
+    assert awaited(row("", 1, 8), VERSIONS) == {"1.8", "1.9", "1.10"} | later
+    assert awaited(row("", 1, 10), VERSIONS) == {"1.10"} | later, "the last step's is written too"
+
+
+def test_before_the_first_commit_all_that_was_staged_is_awaited() -> None:
+    assert awaited(row("", 0, -1), VERSIONS) == set(VERSIONS)

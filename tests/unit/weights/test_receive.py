@@ -10,22 +10,17 @@ import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from loadtests.weights.contents import staged_whole
-from meshrl.common.api.weights import STORE
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.encoding.blob import pack
 from meshrl.common.base.errors import BadMessage, Damaged, NotFound, PeerLost
-from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.state.redis.client import State
-from meshrl.common.weights.bulk.doors import InterpreterDoor
-from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
 from meshrl.common.weights.chunks import verified
 from meshrl.common.weights.chunks.verified import NAME, TRUSTED_S, Verified
 from meshrl.common.weights.layout.images import Image
@@ -33,10 +28,10 @@ from meshrl.common.weights.layout.manifest import Rows
 from meshrl.common.weights.receive import Receiver
 from meshrl.common.weights.store.host_chunks import WantedVersion
 from meshrl.common.weights.ways.bringing import Bringing
-from meshrl.services.weights.store import WeightStore
+from meshrl.services.weights.export import read_tensors
 from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
-from tests.meshes import on_sockets
+from tests.unit.weights.storing import ProcessesOnHosts, Store
 
 CHUNK = 64 << 10
 TENSORS = {
@@ -47,28 +42,10 @@ TENSORS = {
 SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
 
 
-class Hosts:
+class Hosts(ProcessesOnHosts):
     """A store, and processes on its host or elsewhere."""
 
-    trainer: Mesh
     digest: str
-
-    def __init__(self, root: Path, state: State) -> None:
-        self.root, self.state = root, state
-        self.meshes: list[Mesh] = []
-        self.store = ChunkStore(root / "head/store")
-
-    def process(self, name: str, host: str, **more: Any) -> Mesh:
-        root = str(self.root / host)
-        settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
-        made = on_sockets(name, self.state, SystemClock(), settings=settings)
-        self.meshes.append(made)
-        return made
-
-    async def receiver(self, name: str, host: str = "head", **more: Any) -> tuple[Mesh, Receiver]:
-        mesh = self.process(name, host, **more)
-        await mesh.join(None)
-        return mesh, Receiver(mesh, BulkClient(mesh))
 
     async def stage(self, tensors: dict[str, torch.Tensor], version: int = 0) -> str:
         return await staged_whole(
@@ -78,21 +55,11 @@ class Hosts:
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    state = simulated_state(SystemClock())
-    made = Hosts(tmp_path, state)
-    serving = made.process(STORE, "head")
+    made = Hosts(tmp_path, simulated_state(SystemClock()))
     made.store.directory.mkdir(parents=True)
-    door = InterpreterDoor()
-    bulk = BulkServer(made.store, SystemHost(), "tcp://127.0.0.1:*", door=door)
-    await serving.join(WeightStore(serving, made.store), bulk_address=bulk.address)
-    made.trainer = made.process("trainer/j", "head")
-    await made.trainer.join(None)
-    made.digest = await made.stage(TENSORS)
-    yield made
-    for mesh in reversed(made.meshes):
-        await mesh.leave()
-    bulk.close()
-    await state.close()
+    async with made.served():
+        made.digest = await made.stage(TENSORS)
+        yield made
 
 
 def right(image: Image) -> bool:
@@ -106,9 +73,7 @@ def hashed(*meshes: Mesh) -> float:
 
 
 @pytest.mark.parametrize("host", ["head", "second"])
-async def test_a_version_is_hashed_by_who_stores_it_and_mapped_by_all_others(
-    hosts: Hosts, host: str
-) -> None:
+async def test_a_version_is_hashed_when_stored_and_mapped_by_all(hosts: Hosts, host: str) -> None:
     made = [await hosts.receiver(f"engine/g{n}", host) for n in range(3)]
     images = await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))
     assert all(map(right, images)) and all(image.joined_bytes == 0 for image in images)
@@ -119,14 +84,14 @@ async def test_a_version_is_hashed_by_who_stores_it_and_mapped_by_all_others(
 
 async def test_a_version_without_a_record_is_hashed_once_for_all_processes(hosts: Hosts) -> None:
     (hosts.store.directory / NAME).unlink()
-    made = [await hosts.receiver(f"engine/g{n}") for n in range(3)]
+    made = [await hosts.receiver(f"engine/g{n}", "head") for n in range(3)]
     assert all(map(right, await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))))
     assert hashed(*(mesh for mesh, _ in made)) == SIZE
 
 
 @pytest.mark.rotating(3)
 async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
-    _, receiver = await hosts.receiver("engine/g0")
+    _, receiver = await hosts.receiver("engine/g0", "head")
     image = await receiver.receive(hosts.digest)
     path = hosts.store.path(damaged := next(iter(image.chunks)))
     first = path.read_bytes()[0]
@@ -142,11 +107,9 @@ async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("host", ["head", "second"])
-async def test_a_version_that_is_collected_meanwhile_leaves_nothing_behind(
-    hosts: Hosts, host: str
-) -> None:
+async def test_a_version_collected_meanwhile_leaves_nothing_behind(hosts: Hosts, host: str) -> None:
     """And whoever has it open keeps it."""
-    _, receiver = await hosts.receiver("engine/g0")
+    _, receiver = await hosts.receiver("engine/g0", "head")
     there = await receiver.receive(hosts.digest)
     for digest in there.chunks:
         hosts.store.path(digest).unlink()
@@ -188,7 +151,7 @@ async def test_a_host_without_room_for_a_version_says_so_once(hosts: Hosts) -> N
 
 
 async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts) -> None:
-    _, receiver = await hosts.receiver("engine/g0")
+    _, receiver = await hosts.receiver("engine/g0", "head")
     [one, *_] = (await receiver.manifest(hosts.digest)).tensors
     with hosts.store.path(one.chunk).open("rb") as stands:
         fcntl.flock(stands, fcntl.LOCK_EX)
@@ -197,7 +160,7 @@ async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts)
 
 
 async def test_who_is_cancelled_leaves_no_lock(hosts: Hosts) -> None:
-    _, receiver = await hosts.receiver("engine/g0")
+    _, receiver = await hosts.receiver("engine/g0", "head")
     [one, *_] = (await receiver.manifest(hosts.digest)).tensors
     with hosts.store.path(one.chunk).open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -205,7 +168,7 @@ async def test_who_is_cancelled_leaves_no_lock(hosts: Hosts) -> None:
         await asyncio.sleep(0.05)
         waiting.cancel()
         await asyncio.wait([waiting])
-    _, other = await hosts.receiver("engine/g1")
+    _, other = await hosts.receiver("engine/g1", "head")
     assert right(await other.receive(hosts.digest))
 
 
@@ -222,7 +185,7 @@ async def test_rows_of_a_tensor_bring_the_chunks_that_they_lie_in(hosts: Hosts) 
 
 
 async def test_a_manifest_of_format_1_is_refused(hosts: Hosts) -> None:
-    _, receiver = await hosts.receiver("engine/g0")
+    _, receiver = await hosts.receiver("engine/g0", "head")
     manifest = await receiver.manifest(hosts.digest)
     pieces = [replace(piece, dim=0, begin=0, end=-1) for piece in manifest.tensors]
     old = replace(manifest, tensors=pieces, format=1, sha256="", image="", version=7)
@@ -231,7 +194,7 @@ async def test_a_manifest_of_format_1_is_refused(hosts: Hosts) -> None:
 
 
 async def test_a_version_is_read_without_being_in_memory_at_once(hosts: Hosts) -> None:
-    _, receiver = await hosts.receiver("trainer/k")
+    _, receiver = await hosts.receiver("trainer/k", "head")
     source = await receiver.source(hosts.digest)
     for name in TENSORS:
         found = await source.some([name])
@@ -283,3 +246,40 @@ def test_lines_that_nobody_wrote_are_nothing_known(tmp_path: Path, harm: bytes) 
     known.note("digest", path)
     known.note("digest", path)  # the first one goes on in a line that was torn
     assert Verified(tmp_path / NAME, lambda: 1000.0).knows("digest", path.stat())
+
+
+MOST = 1000  # bytes: stands for the limit of a chunk, and for that of the bulk port
+LARGE = {
+    "layers.0.qkv": torch.arange(2500, dtype=torch.float32).reshape(50, 50),
+    "layers.1.qkv": torch.arange(999, dtype=torch.bfloat16).reshape(3, 333).T,
+    "layers.2.qkv": torch.arange(6, dtype=torch.int64),
+    "layers.3.adapters.q_proj.a": torch.arange(300, dtype=torch.float32),
+    "one": torch.tensor(7.0),
+    "norm": torch.arange(3, dtype=torch.uint8),
+}
+
+
+async def test_a_tensor_larger_than_the_bulk_port_takes_travels_in_pieces(store: Store) -> None:
+    bulk = BulkClient(store.mesh, largest_bytes=MOST)
+    digest = await staged_whole(store.mesh, bulk, "job", 0, 0, LARGE, most=MOST)
+    image = await Receiver(store.mesh, bulk).receive(digest)
+    assert image.tensors.keys() == LARGE.keys()
+    for name, tensor in LARGE.items():
+        assert image.tensors[name].dtype == tensor.dtype
+        assert torch.equal(image.tensors[name], tensor)
+    described = image.manifest.tensors
+    assert all(store.chunks.path(t.chunk).stat().st_size <= MOST for t in described)
+    assert len([t for t in described if t.name == "layers.0.qkv"]) == 10
+    exported = read_tensors(store.chunks, digest)
+    assert all(torch.equal(exported[name], tensor) for name, tensor in LARGE.items())
+
+
+async def test_a_version_is_read_some_tensors_at_a_time(store: Store) -> None:
+    digest = await staged_whole(store.mesh, store.bulk, "job", 0, 0, LARGE, most=MOST)
+    version = await Receiver(store.mesh, store.bulk).source(digest)
+    assert sorted(version.outline) == sorted(LARGE)
+    for names in (["one", "layers.0.qkv"], list(version.outline)):
+        found = await version.some(names)
+        assert list(found) == names
+        assert all(torch.equal(found[name], LARGE[name]) for name in names)
+        assert all(found[name].dtype == version.outline[name].dtype for name in names)

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from meshrl.common.base.clock import SystemClock
 from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.contract import Request
 from meshrl.common.generation.loading import CHUNK
-from meshrl.services.engine.kv.chunk_files import ChunkHead
+from meshrl.services.engine.kv.chunk_files import ChunkHead, FoundChunk
 from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.shelf import KVTier
+from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     SCALE,
     Heard,
     Listener,
     adapter,
+    built_in,
     decoder,
     request,
 )
 from tests.unit.common.generation.test_torch_engine import holds, words
-from tests.unit.engine.kv.cached import LENGTH, arrived, cached, on_shelves, run, settled
-
-pytestmark = pytest.mark.needs("compiler")
 
 SESSION, PROMPT = 3, 700
 
@@ -52,6 +56,7 @@ def lost(engine: TorchEngine, cache: HostCache, version: int = 0) -> None:
     settled(cache)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("path", BUILT_IN)
 def test_a_session_goes_on_after_its_engine_slept(tmp_path: Path, path: str) -> None:
     with cached(tmp_path / "kv", path) as (engine, cache):
@@ -64,6 +69,7 @@ def test_a_session_goes_on_after_its_engine_slept(tmp_path: Path, path: str) -> 
         assert told.loaded["disk"] >= CHUNK and told.saved_s > 0
 
 
+@pytest.mark.needs("compiler")
 def test_a_session_goes_on_after_others_took_its_slot(tmp_path: Path) -> None:
     with cached(tmp_path / "kv", slots=2, kv_tokens=LENGTH + 64) as (engine, cache):
         context = first_turn(engine)
@@ -75,6 +81,7 @@ def test_a_session_goes_on_after_others_took_its_slot(tmp_path: Path) -> None:
         assert cache.stats().loaded["disk"] >= CHUNK
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("path", ["native", "graphs"])
 def test_requests_that_give_way_are_loaded_again(tmp_path: Path, path: str) -> None:
     """Three that grow in a cache with room for one and a half."""
@@ -92,6 +99,7 @@ def test_requests_that_give_way_are_loaded_again(tmp_path: Path, path: str) -> N
         assert engine.preempted and cache.stats().loaded["disk"] >= CHUNK
 
 
+@pytest.mark.needs("compiler")
 def test_engines_of_one_host_share_what_they_compute(tmp_path: Path) -> None:
     """A prompt that one has computed is loaded by the other; and so is a session that moved."""
     with (
@@ -107,6 +115,7 @@ def test_engines_of_one_host_share_what_they_compute(tmp_path: Path) -> None:
         assert computed < len(context)
 
 
+@pytest.mark.needs("compiler")
 def test_an_engine_that_goes_leaves_what_it_generated_to_the_others(tmp_path: Path) -> None:
     with (
         cached(tmp_path / "kv") as (one, first),
@@ -123,6 +132,7 @@ def test_an_engine_that_goes_leaves_what_it_generated_to_the_others(tmp_path: Pa
         assert any(one.head.start > 300 for one in on_shelves(second) if one.head is not None)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("other", ["weights", "policy", "layout", "adapter"])
 def test_what_others_have_computed_is_no_use(tmp_path: Path, other: str) -> None:
     there: dict[str, Any] = {"weights": "v1"} if other == "weights" else {}
@@ -150,6 +160,7 @@ def _flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("harm", [_flip, Path.unlink, lambda p: p.write_bytes(b"short")])
 def test_chunks_that_are_damaged_are_computed(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
@@ -167,12 +178,11 @@ def test_chunks_that_are_damaged_are_computed(tmp_path: Path, harm: Callable[[Pa
 # -- versions ------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("path", BUILT_IN)
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_cache_of_older_weights_is_as_if_it_had_stayed(
-    tmp_path: Path, path: str, mixed: bool
-) -> None:
+def test_a_cache_of_older_weights_is_unchanged(tmp_path: Path, path: str, mixed: bool) -> None:
     """One turn under version 0, with `mixed` another under 1, and the last under 1 or 2."""
     with (
         cached(tmp_path / "kv", path) as (engine, cache),
@@ -204,6 +214,7 @@ def test_a_cache_of_older_weights_is_as_if_it_had_stayed(
         np.testing.assert_allclose(heard.logprobs, expected.logprobs, atol=1e-4)
 
 
+@pytest.mark.needs("compiler")
 def test_under_recompute_nothing_of_older_weights_comes_back(tmp_path: Path) -> None:
     with cached(tmp_path / "kv", policy="recompute") as (engine, cache):
         context = first_turn(engine)
@@ -217,6 +228,7 @@ def test_under_recompute_nothing_of_older_weights_comes_back(tmp_path: Path) -> 
         assert computed == len(context) + 4
 
 
+@pytest.mark.needs("compiler")
 def test_another_session_never_gets_a_mixed_cache(tmp_path: Path) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
         context = first_turn(engine)
@@ -228,6 +240,7 @@ def test_another_session_never_gets_a_mixed_cache(tmp_path: Path) -> None:
         holds(heard, decoder(1), context)
 
 
+@pytest.mark.needs("compiler")
 def test_a_session_that_is_lost_twice_has_all_of_it_kept(tmp_path: Path) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
         context = words(5, 300)
@@ -244,6 +257,7 @@ def test_a_session_that_is_lost_twice_has_all_of_it_kept(tmp_path: Path) -> None
         assert computed < len(context) - CHUNK
 
 
+@pytest.mark.needs("compiler")
 def test_a_session_that_ends_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
         first_turn(engine)
@@ -256,6 +270,7 @@ def test_a_session_that_ends_leaves_nothing_of_its_own(tmp_path: Path) -> None:
         assert not any(cast(ChunkHead, one.head).session for one in on_shelves(cache))
 
 
+@pytest.mark.needs("compiler")
 def test_nothing_is_kept_or_found_while_nobody_knows_the_weights(tmp_path: Path) -> None:
     with cached(tmp_path / "kv", weights="") as (engine, cache):
         context = first_turn(engine)
@@ -265,9 +280,77 @@ def test_nothing_is_kept_or_found_while_nobody_knows_the_weights(tmp_path: Path)
         holds(heard, decoder(), context)
 
 
+@pytest.mark.needs("compiler")
 def test_short_contexts_cost_nothing(tmp_path: Path) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
         for i in range(20):
             run(engine, request(i, words(i, 200), session=i, max_new=2))
         settled(cache)
         assert cache.stats().sought == 0 and on_shelves(cache) == []
+
+
+LENGTH = 1024
+BUDGET = 64 << 20
+
+
+@contextmanager
+def cached(
+    directory: Path,
+    path: str = "native",
+    slots: int = 4,
+    policy: str = "keep",
+    budget: int = BUDGET,
+    weights: str = "v0",
+    **more: Any,
+) -> Iterator[tuple[TorchEngine, HostCache]]:
+    """An engine of version 0 with its shelf."""
+    clock = SystemClock()
+    engine = built_in(path, slots, LENGTH, clock=clock, kv_on_update=policy, **more)
+    shelf = KVTier("disk", directory, budget, clock.wall)
+    cache = HostCache([shelf], clock, engine, policy, lambda: None, raised)
+    engine.prefixes = cache
+    cache.computing(weights)
+    try:
+        yield engine, cache
+    finally:
+        cache.close()
+
+
+def settled(cache: HostCache) -> None:
+    """All that the engine has let go of is written."""
+    assert cache.writer.flush(scaled(20.0))
+
+
+def on_shelves(cache: HostCache) -> list[FoundChunk]:
+    """All chunks that lie there."""
+    return [one for shelf in cache._shelves for one in shelf.files.scan()]
+
+
+def arrived(engine: TorchEngine) -> None:
+    """All has come that is wanted of what the engine is loading."""
+    until = time.monotonic() + scaled(20)
+    while any(not load.over for load in engine.schedule.loads.under_way.values()):
+        time.sleep(0.001)
+        assert time.monotonic() < until, "a load does not end"
+
+
+def run(engine: TorchEngine, asked: Request, *, loading: bool = False) -> Heard:
+    """What an engine answers, in no hurry: with `loading`, what can come comes after its first
+    step."""
+    listener = Listener(engine)
+    engine.submit([asked])
+    engine.step()
+    if loading:
+        arrived(engine)
+    until = time.monotonic() + scaled(20)
+    while not listener.of(asked.id).finish:
+        if not engine.step():
+            time.sleep(0.001)
+        listener.drain()
+        assert time.monotonic() < until, "it waits for ever"
+    return listener.of(asked.id)
+
+
+def raised(error: BaseException) -> None:
+    """A thread has ended by it."""
+    raise error

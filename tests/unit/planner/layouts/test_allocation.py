@@ -6,15 +6,21 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtests.layouts import brute
 from loadtests.layouts.brute import iteration_s
-from loadtests.layouts.cases import QWEN_14B, lengths, servers, small
+from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, serves_s, small
 from meshrl.common.hardware.profiles import declared
 from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.state.pool.demand.measured import Curve
+from meshrl.services.planner.balance.shapes import rollout_s
+from meshrl.services.planner.costs.rollout import EngineGang
 from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork
 from meshrl.services.planner.layouts.allocation import (
     NO_TRAINING,
@@ -23,9 +29,9 @@ from meshrl.services.planner.layouts.allocation import (
     Timed,
     allocate,
 )
-from meshrl.services.planner.layouts.grouping import alike
-from meshrl.services.planner.layouts.nodes import LayoutNode
-from meshrl.services.planner.layouts.serving import Served
+from meshrl.services.planner.layouts.grouping import alike, groups_for, quantiles, together
+from meshrl.services.planner.layouts.nodes import LayoutNode, placed, supply, without
+from meshrl.services.planner.layouts.serving import GangServer, Served
 from meshrl.sim.cluster.ways import Trainable, TrainingWays
 
 
@@ -133,3 +139,202 @@ def test_training_never_takes_what_the_last_engine_needs() -> None:
     assert plan is not None
     assert plan.training.layout.workers < 8
     assert allocate(ranges, [LayoutNode("A800", "host", 1)], ways) is None
+
+
+frees = st.lists(st.integers(1, 8), min_size=1, max_size=3)
+degrees = st.lists(st.sampled_from((1, 2, 4, 8)), max_size=6)
+
+
+def nodes_of(free: list[int]) -> list[LayoutNode]:
+    return [LayoutNode("A", f"host{index}", count) for index, count in enumerate(free)]
+
+
+def test_a_node_is_the_powers_of_two_that_it_is_the_sum_of() -> None:
+    nodes = [*nodes_of([7, 12]), LayoutNode("B", "other", 5)]
+    assert supply(nodes, {"A": 8, "B": 2}) == {
+        ("A", 4): 8, ("A", 2): 2, ("A", 1): 1, ("A", 8): 8, ("B", 2): 4, ("B", 1): 1
+    }  # fmt: skip
+    assert supply(nodes, {"B": 8}) == {("B", 4): 4, ("B", 1): 1}
+
+
+@given(frees, degrees)
+def test_gangs_are_placed_exactly_where_they_fit(free: list[int], gangs: list[int]) -> None:
+    nodes, wanted = nodes_of(free), [("A", degree) for degree in gangs]
+    fits = brute.packs(
+        tuple(sorted(("A", count) for count in free)),
+        tuple(sorted(wanted, key=lambda gang: -gang[1])),
+    )
+    if not fits:
+        with pytest.raises(ValueError, match="no node has"):
+            placed(nodes, wanted)
+        return
+    used: Counter[str] = Counter()
+    for (_, degree), place in zip(wanted, placed(nodes, wanted), strict=True):
+        used[place] += degree
+    assert all(used[node.place] <= node.free for node in nodes)
+
+
+@given(frees, st.integers(0, 12), st.sampled_from((1, 2, 4)), degrees)
+def test_what_is_taken_leaves_room_for_whatever_any_choice_leaves_room_for(
+    free: list[int], units: int, unit: int, gangs: list[int]
+) -> None:
+    nodes = nodes_of(free)
+    choices: set[tuple[int, ...]] = {tuple(free)}
+    for _ in range(units):
+        choices = {
+            tuple(sorted((*left[:i], left[i] - unit, *left[i + 1 :])))
+            for left in choices
+            for i in range(len(left))
+            if left[i] >= unit
+        }
+    taken = without(nodes, "A", units * unit, unit)
+    assert (taken is None) == (not choices)
+    if taken is None:
+        return
+    left, places = taken
+    assert len(places) == units
+    wanted = tuple(sorted((("A", degree) for degree in gangs), key=lambda gang: -gang[1]))
+    ours = brute.packs(tuple(sorted((node.kind, node.free) for node in left)), wanted)
+    any_choice = any(
+        brute.packs(tuple(sorted(("A", count) for count in choice)), wanted) for choice in choices
+    )
+    assert ours == any_choice
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_gangs_take_the_least_of_all_ways_to_cut_lengths_for_them(seed: int) -> None:
+    case, rng = small(seed), random.Random(seed)
+    ranges = case.ranges
+    gangs = [rng.choice(ranges.kinds) for _ in range(rng.randint(1, 4))]
+    whole = [(f"{kind} x {degree}", degree) for kind, degree in ranges.kinds]
+    left = tuple(sorted((f"{kind} x {degree}", degree) for kind, degree in gangs))
+    tried = brute.rollout_s(whole, left, brute.partitions(ranges.groups), case.cost)
+    assert rollout_s(ranges, gangs, 1e-9) == pytest.approx(tried, rel=2e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_gangs_of_a_plan_take_what_the_plan_says(seed: int) -> None:
+    case = small(seed)
+    plan = allocate(case.ranges, case.nodes, [NO_TRAINING], 1e-9)
+    if plan is not None:
+        gangs = [(gang.kind, gang.degree) for gang in plan.gangs]
+        assert rollout_s(case.ranges, gangs, 1e-9) == pytest.approx(plan.rollout_s, rel=2e-9)
+
+
+def test_no_gangs_and_gangs_without_a_server_serve_nobody() -> None:
+    ranges = Served(servers(QWEN_14B, ("A800",)), [alike(8, 100, 1000)])
+    assert rollout_s(ranges, []) == float("inf")
+    assert rollout_s(ranges, [("H100", 1)]) == float("inf")
+    alone = [rollout_s(ranges, [("A800", degree)]) for degree in DEGREES]
+    assert alone == sorted(alone, reverse=True)
+    assert rollout_s(ranges, [("H100", 1), ("A800", 1)]) == alone[0]
+
+
+def test_one_trajectory_holds_its_context_at_every_step() -> None:
+    one = alike(1, 100, 10)
+    assert (one.prompts, one.generated, one.longest_context) == (100, 10, 110)
+    assert one.held == pytest.approx(sum(100 + step + 0.5 for step in range(10)))
+
+
+def test_groups_are_summed_and_keep_their_longest() -> None:
+    both = together([alike(3, 10, 100, tool_s=5.0), alike(2, 20, 50)])
+    assert (both.requests, both.prompts, both.generated) == (5, 70, 400)
+    assert (both.longest, both.prompt, both.longest_context, both.tool_s) == (100, 20, 110, 5.0)
+
+
+@given(st.integers(0, 1000), st.integers(1, 100))
+def test_quantiles_lose_nothing_and_keep_the_order(seed: int, count: int) -> None:
+    groups = lengths(random.Random(seed), 200, 1000, 1.0)
+    random.Random(seed).shuffle(groups)
+    found = quantiles(groups, count)
+    assert len(found) <= count
+    whole, parts = together(groups), together(found)
+    assert (parts.requests, parts.longest) == (whole.requests, whole.longest)
+    assert parts.held == pytest.approx(whole.held)
+    assert all(a.longest <= b.longest for a, b in pairwise(found))
+
+
+def test_the_longest_are_in_groups_of_fewer() -> None:
+    found = quantiles(lengths(random.Random(0), 4096, 1000, 1.0), 64)
+    assert len(found) == 64
+    shares = [group.generated for group in found]
+    assert max(shares) < 1.6 * sum(shares) / 64
+    assert found[-1].requests < found[0].requests / 5
+
+
+def test_more_accelerators_are_given_more_groups() -> None:
+    assert groups_for(2) == 256
+    assert groups_for(256) == 4096
+
+
+SERVER = GangServer(Curve("A", 1, 1.0, 0.01, 0.001, prefill_tokens_per_s=100.0), 1000.0, slots=4)
+
+
+def test_few_trajectories_take_the_steps_of_the_longest() -> None:
+    took = serves_s(SERVER, [alike(1, 0, 10), alike(2, 0, 20)])
+    assert took == pytest.approx(20 + 0.01 * 50 + 0.001 * (50 + 2 * 200))
+
+
+def test_many_take_turns_in_its_slots() -> None:
+    assert serves_s(SERVER, [alike(40, 0, 10)]) == pytest.approx(100 + 0.01 * 400 + 0.001 * 2000)
+
+
+def test_large_contexts_take_turns_in_its_memory() -> None:
+    took = serves_s(SERVER, [alike(10, 500, 10)])
+    held = 10 * 10 * 505
+    assert took == pytest.approx(held / 1000 + 0.01 * 100 + 0.001 * held + 5000 / 100)
+
+
+def test_a_large_batch_takes_its_arithmetic() -> None:
+    busy = replace(SERVER, slots=400, busy_s=0.5)
+    took = serves_s(busy, [alike(40, 0, 10)])
+    assert took == pytest.approx(0.5 * 400 + 0.01 * 400 + 0.001 * 2000)
+
+
+@pytest.mark.parametrize("batch", [16, 64, 256])
+@pytest.mark.parametrize("degree", [1, 8])
+def test_a_full_batch_takes_the_steps_of_the_cost_model(batch: int, degree: int) -> None:
+    gang = EngineGang(QWEN_14B, declared()["A800"], degree)
+    took = serves_s(GangServer.of(gang), [alike(batch, 0, 1000)])
+    # Within the latency of all-reduces, which hides behind arithmetic here and does not there.
+    assert took == pytest.approx(1000 * gang.step_s(batch, 500), rel=0.07)
+
+
+def test_nothing_takes_less_than_the_longest_alone_with_its_tools() -> None:
+    took = serves_s(SERVER, [alike(1, 0, 10, tool_s=60.0), alike(1, 0, 20)])
+    assert took == pytest.approx(60 + 10 * SERVER.curve.step_s(1, 5))
+
+
+def test_what_does_not_fit_is_never_served() -> None:
+    assert serves_s(SERVER, [alike(1, 990, 20)]) == float("inf")
+    ranges = Served([SERVER], [alike(1, 0, 10), alike(1, 990, 20), alike(1, 0, 30)])
+    assert ranges.reach(0, 1e9).tolist() == [1, 1, 3, 3]
+
+
+@given(st.integers(0, 10**6))
+def test_ranges_take_what_their_groups_take_and_reach_as_far_as_they_can(seed: int) -> None:
+    rng = random.Random(seed)
+    of = servers(QWEN_14B, ("A800", "L40S"), rng.choice((8, 256)))
+    groups = lengths(rng, 12, rng.choice((300, 6000)), 1.2)
+    ranges = Served(of, groups)
+    for server, one in enumerate(of):
+        first, end = sorted((rng.randrange(12), rng.randrange(1, 13)))
+        end = max(end, first + 1)
+        took = ranges.seconds(server, first, end)
+        assert took == pytest.approx(serves_s(one, groups[first:end]))
+        if took == float("inf"):
+            continue
+        limit_s = took * rng.choice((0.999, 1.0, 1.001))
+        reach = ranges.reach(server, limit_s)
+        for begin, upto in enumerate(reach.tolist()):
+            slack = limit_s * (1 + 1e-9)
+            assert upto == begin or ranges.seconds(server, begin, upto) <= slack
+            if upto < 12:
+                assert ranges.seconds(server, begin, upto + 1) > limit_s * (1 - 1e-9)
+
+
+def test_groups_out_of_order_are_refused() -> None:
+    with pytest.raises(ValueError, match="not in order"):
+        Served([SERVER], [alike(1, 0, 20), alike(1, 0, 10)])

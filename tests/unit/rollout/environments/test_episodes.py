@@ -150,9 +150,7 @@ async def test_a_process_that_does_not_start_fails_what_waits_and_is_tried_again
     assert await process.put((1, "text", "a")) == "a"
 
 
-async def test_an_answer_that_is_none_costs_the_process_and_hangs_nobody(
-    process: EpisodeProcess,
-) -> None:
+async def test_garbage_costs_the_process_and_hangs_nobody(process: EpisodeProcess) -> None:
     open_before = process.put((1, "never", ""))
     await process.put((1, "text", ""))
     pid = process.pid
@@ -190,9 +188,7 @@ async def test_a_process_that_takes_no_frame_is_replaced(hasty: EpisodeProcess) 
     assert await hasty.put((1, "text", "a")) == "a" and hasty.pid != pid
 
 
-async def test_the_end_lets_the_process_end_by_itself(
-    process: EpisodeProcess, tmp_path: Path
-) -> None:
+async def test_the_end_lets_the_process_exit(process: EpisodeProcess, tmp_path: Path) -> None:
     await process.put((1, "text", ""))
     await process.close()
     assert (tmp_path / "mark").read_text() == "ended"

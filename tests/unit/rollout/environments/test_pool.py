@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +56,29 @@ class Counting:
 """
 
 
-@pytest.fixture
-async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
-    (tmp_path / "modules").mkdir()
-    deadline_s = scaled(DEADLINE_S)  # that a healthy process meets on a slow machine too
-    module = f"LONG_S = {0.4 * deadline_s}\n{MODULE}"
-    (tmp_path / "modules/counting.py").write_text(module)
-    shutil.copyfile(ROOT / "examples/calculator/tokenizer.json", tmp_path / "tokenizer.json")
-    environment = EnvironmentConfig(use="counting:Counting", step_deadline_s=deadline_s)
-    job = JobData("job", JobConfig(environment=environment), tmp_path, tmp_path)
-    clock = SystemClock()
-    mesh = alone("rollout/job/0", clock, Random(1), SystemHost())
-    pool = EnvironmentPool(mesh, job, tmp_path)
+@asynccontextmanager
+async def pool_of(
+    directory: Path, module: str, environment: EnvironmentConfig
+) -> AsyncIterator[EnvironmentPool]:
+    """A pool of environments whose class is in the code of a module."""
+    (directory / "modules").mkdir()
+    (directory / f"modules/{environment.use.partition(':')[0]}.py").write_text(module)
+    shutil.copyfile(ROOT / "examples/calculator/tokenizer.json", directory / "tokenizer.json")
+    job = JobData("job", JobConfig(environment=environment), directory, directory)
+    mesh = alone("rollout/job/0", SystemClock(), Random(1), SystemHost())
+    pool = EnvironmentPool(mesh, job, directory)
     yield pool
     await pool.close()
     await mesh.leave()
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
+    deadline_s = scaled(DEADLINE_S)  # that a healthy process meets on a slow machine too
+    module = f"LONG_S = {0.4 * deadline_s}\n{MODULE}"
+    about = EnvironmentConfig(use="counting:Counting", step_deadline_s=deadline_s)
+    async with pool_of(tmp_path, module, about) as made:
+        yield made
 
 
 async def reports_a_stopped_process(pool: EnvironmentPool) -> None:
@@ -133,9 +142,7 @@ async def test_a_stopped_process_costs_no_trajectory(pool: EnvironmentPool) -> N
         assert action == "append"
 
 
-async def test_code_that_hangs_fails_by_type_and_takes_no_neighbour_with_it(
-    pool: EnvironmentPool,
-) -> None:
+async def test_code_that_hangs_fails_by_type_and_harms_no_neighbour(pool: EnvironmentPool) -> None:
     two, nine = await encoded(pool, 2), await encoded(pool, 9)
     keys = range(1, 5)
     for key in keys:
@@ -150,9 +157,7 @@ async def test_code_that_hangs_fails_by_type_and_takes_no_neighbour_with_it(
     assert failed[3].kind == "environment timed out"
 
 
-async def test_a_restore_may_take_as_long_as_the_steps_that_it_repeats(
-    pool: EnvironmentPool,
-) -> None:
+async def test_a_restore_may_take_as_long_as_the_steps_it_repeats(pool: EnvironmentPool) -> None:
     five, two = await encoded(pool, 5), await encoded(pool, 2)
     (pid,) = pool.pids.values()
     os.kill(pid, signal.SIGKILL)
@@ -185,9 +190,7 @@ async def test_what_cannot_travel_fails_alone_and_costs_no_process(pool: Environ
     assert pool.pids == pids
 
 
-async def test_the_end_of_the_pool_closes_open_environments(
-    pool: EnvironmentPool, tmp_path: Path
-) -> None:
+async def test_the_pools_end_closes_environments(pool: EnvironmentPool, tmp_path: Path) -> None:
     two = await encoded(pool, 2)
     mark = tmp_path / "mark"
     await pool.begin(1, {"mark": str(mark)})
@@ -207,3 +210,56 @@ def test_an_environment_process_holds_the_jobs_own_chat_template(tmp_path: Path)
     assert status == "ok"
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
     assert served.perform(1, "step", tokenizer.encode("so</s>"))[1] == ["so</s>", "done", None]
+
+
+# A turn of "1" is over when another trajectory's "2" has come.
+WAITING = """\
+import threading
+
+came = threading.Event()
+
+class Waiting:
+    def open(self, row):
+        self.turns = 0
+        return "?1+1="
+
+    def step(self, text):
+        self.turns += 1
+        if text == "2":
+            came.set()
+        if text == "1" and not came.wait(3600):
+            raise TimeoutError("nobody came")
+        return {"done": True, "reward": self.turns}
+
+    def close(self):
+        return None
+"""
+
+
+@pytest.fixture
+async def threads(tmp_path: Path) -> AsyncIterator[EnvironmentPool]:
+    """A pool whose process has two threads."""
+    about = EnvironmentConfig(use="waiting:Waiting", step_deadline_s=scaled(60.0), threads=2)
+    async with pool_of(tmp_path, WAITING, about) as made:
+        yield made
+
+
+async def test_a_trajectory_goes_on_while_another_waits_for_it(threads: EnvironmentPool) -> None:
+    for key in (1, 2):
+        await threads.begin(key, {})
+    waits = asyncio.ensure_future(threads.step(1, TOKENIZER.encode("1"), lambda: [{}, []]))
+    assert await threads.step(2, TOKENIZER.encode("2"), lambda: [{}, []]) == ("2", "done", 1.0)
+    assert await waits == ("1", "done", 1.0)
+
+
+async def test_a_killed_process_of_threads_is_replaced(
+    threads: EnvironmentPool,
+) -> None:
+    await threads.begin(1, {})
+    two = TOKENIZER.encode("2")
+    assert (await threads.step(1, two, lambda: [{}, []]))[2] == 1.0
+    await reports_a_stopped_process(threads)
+    (pid,) = threads.pids.values()
+    os.kill(pid, signal.SIGKILL)
+    again = await threads.step(1, two, lambda: [{}, [["step", two]]])
+    assert again == ("2", "done", 2.0), "the second turn of one that was told of the first"

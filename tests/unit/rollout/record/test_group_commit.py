@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.api.engine import Finish, Tokens
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding import blob, messages
+from meshrl.common.base.encoding.blob import pack, unpack
 from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN, laid_out
 from meshrl.common.base.random import Random
+from meshrl.common.generation.contract import Flush
+from meshrl.common.records.ledger import Kind, Ledger, read
 from meshrl.common.records.token_record import TokenRows
+from meshrl.services.engine.stepping.shards import cut
+from meshrl.services.rollout.record.finished_groups import finished_group
 from meshrl.services.rollout.record.group_commit import WINDOW_S, GroupCommit
-from meshrl.services.rollout.record.staging import OpenRequest
-from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
+from meshrl.services.rollout.trajectories.trajectory import Ending, Restored, Trajectory
 from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
+from tests.unit.common.records.test_ledger import HOST
 
 RUNNING, STOP, ABORTED = Finish.RUNNING, Finish.STOP, Finish.ABORTED
 PROMPT = [7, 8, 9]
@@ -135,9 +145,7 @@ async def test_tokens_count_as_they_are_written_though_nobody_has_woken(bench: B
 
 
 @story_on(on_bench)
-async def test_an_engine_that_goes_ends_its_requests_after_all_that_it_flushed(
-    bench: Bench,
-) -> None:
+async def test_an_engine_that_goes_ends_its_requests_after_its_flushes(bench: Bench) -> None:
     t, request, done = bench.open()
     await bench.commits.put("a", flush((request, [1], RUNNING)))
     await bench.commits.put("a", flush((request, [2], RUNNING)))
@@ -246,3 +254,199 @@ async def test_ledger_and_trajectories_never_differ(bench: Bench, script: list[A
 
 def forgotten(script: list[Any], n: int) -> bool:
     return ("forget", n) in script
+
+
+WIDTH = 4
+
+
+def sent(tokens: np.ndarray) -> np.ndarray:
+    """Experts that can be told from the token."""
+    return (tokens[:, None] % 100 + np.arange(WIDTH)).astype(np.int16)
+
+
+def routed(*rows: tuple[OpenRequest, list[int], int], experts: bool = True) -> Tokens:
+    """Of (request, tokens, finish)."""
+    tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
+    return Tokens(
+        ids=np.array([request.id for request, _, _ in rows], np.int64),
+        counts=np.array([len(ts) for _, ts, _ in rows], np.int32),
+        tokens=tokens,
+        logprobs=-tokens.astype(np.float32),
+        unmodified=np.zeros(0, np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+        finish=np.array([finish for *_, finish in rows], np.int8),
+        version=0,
+        experts=sent(tokens) if experts else NO_EXPERTS,
+    )
+
+
+def holds(t: Trajectory) -> None:
+    """The prompt has none, each sampled token its own."""
+    before = len(PROMPT)
+    assert t.experts.shape == (t.length, WIDTH)
+    assert (t.experts[:before] == UNKNOWN).all()
+    assert np.array_equal(t.experts[before:], sent(t.tokens[before:]))
+
+
+@story_on(on_bench)
+async def test_they_come_with_their_tokens_however_many_come_at_once(bench: Bench) -> None:
+    turns = [bench.open() for _ in range(80)]  # more than rows there are at first
+    for n in range(ROW_TOKENS + 9):
+        rows = [(r, [n + i] * (1 + i % 3), RUNNING) for i, (_, r, _) in enumerate(turns)]
+        await bench.commits.put("a", routed(*rows))
+    await bench.commits.put("a", routed((turns[0][1], list(range(3 * ROW_TOKENS)), STOP)))
+    assert await turns[0][2] == STOP
+    await bench.commits.settled()
+    for t, _, _ in turns:
+        holds(t)
+
+
+@story_on(on_bench)
+async def test_an_engine_without_any_leaves_them_unknown(bench: Bench) -> None:
+    (t, one, _), (u, two, _) = bench.open(), bench.open()
+    await bench.commits.put("plain", routed((two, [5, 6], RUNNING), experts=False))
+    await bench.commits.put("moe", routed((one, [7], RUNNING)))
+    await bench.commits.put("plain", routed((one, [8], STOP), experts=False))
+    await bench.commits.settled()
+    assert t.experts[len(PROMPT) :].tolist() == [sent(np.array([7]))[0].tolist(), [UNKNOWN] * 4]
+    assert (u.experts == UNKNOWN).all()
+
+
+@story_on(on_bench)
+async def test_a_dense_model_costs_nothing(bench: Bench) -> None:
+    t, request, done = bench.open()
+    await bench.commits.put("a", routed((request, [1, 2], STOP), experts=False))
+    assert await done == STOP
+    assert t.experts.shape == (0, 0)
+
+
+@pytest.mark.parametrize("wrong", [np.zeros((1, 4), np.int16), np.zeros((2, 4), np.int64)])
+@story_on(on_bench)
+async def test_experts_that_misfit_tokens_are_refused(bench: Bench, wrong: np.ndarray) -> None:
+    _, request, _ = bench.open()
+    good = routed((request, [1, 2], RUNNING))
+    columns = (good.ids, good.counts, good.tokens, good.logprobs, good.unmodified)
+    with pytest.raises(BadMessage, match="experts"):
+        bad = Tokens(*columns, good.versions, good.finish, 0, wrong)
+        await bench.commits.put("engine/3", bad)
+
+
+def token_rows(*rows: tuple[int, list[int]], experts: bool = True) -> TokenRows:
+    tokens = np.array([token for _, ts in rows for token in ts], np.int32)
+    return TokenRows(
+        ids=np.array([trajectory for trajectory, _ in rows], np.int64),
+        counts=np.array([len(ts) for _, ts in rows], np.int32),
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+        experts=sent(tokens) if experts else NO_EXPERTS,
+    )
+
+
+def test_a_restarted_shard_has_them_and_what_a_tool_appended_has_none(tmp_path: Path) -> None:
+    ledger = Ledger(HOST, tmp_path, "1")
+    ledger.begin()
+    records: list[tuple[Kind, Any]] = [
+        (Kind.OPEN, [0, 0, 0, 0, [1, 2, 3]]),
+        (Kind.TOKENS, token_rows((0, list(range(10, 150))))),
+        (Kind.TURN, [0, "said"]),
+        (Kind.APPEND, [0, [9, 9]]),
+        (Kind.TOKENS, token_rows((0, [20]), (1, [77]))),
+        (Kind.TOKENS, token_rows((0, [21]), experts=False)),
+    ]
+    ledger.append(records, [0])
+    found = Restored()
+    for record in read(tmp_path):
+        found.apply(record, lambda group, member: 0)
+    t = found.trajectories[0]
+    known = np.flatnonzero((t.experts != UNKNOWN).all(1)).tolist()
+    assert known == [*range(3, 143), 145]
+    assert np.array_equal(t.experts[known], sent(t.tokens[known]))
+    t.begin([1, 2, 3])
+    t.sampled(*token_rows((0, [5]), experts=False).columns(slice(None)))
+    assert (t.experts == UNKNOWN).all()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=20))
+def test_rows_keep_them_apart(script: list[tuple[int, int]]) -> None:
+    staging = Staging()
+    ts = [Trajectory(0, member, 0, 0, 0) for member in range(4)]
+    for t in ts:
+        t.begin(PROMPT)
+    loop = asyncio.new_event_loop()
+    requests = [staging.open(t, loop.create_future()) for t in ts]
+    for n, (member, count) in enumerate(script):
+        rows = staging.rows_of(np.array([requests[member].id]))
+        staging.add(rows, token_rows((ts[member].id, [17 * n + i for i in range(count)])))
+    for t, request in zip(ts, requests, strict=True):
+        staging.close(request.id)
+        if t.length > len(PROMPT):
+            holds(t)
+
+
+def test_a_flush_is_cut_with_them() -> None:
+    tokens = np.array([5, 6, 7], np.int32)
+    made = Flush(
+        ids=np.array([1, 2]),
+        counts=np.array([1, 2], np.int32),
+        tokens=tokens,
+        logprobs=np.zeros(3, np.float32),
+        unmodified=np.zeros(0, np.float32),
+        versions=np.zeros(3, np.int32),
+        finish=np.zeros(2, np.int8),
+        experts=sent(tokens),
+    )
+    routes: Any = [("somebody", 10), ("me", 20)]
+    mine = cut(made, routes, [False, True], 0, 3)
+    assert np.array_equal(mine.experts, sent(tokens)[1:])
+    body, buffers = messages.encode(mine)
+    again = messages.decode(Tokens, body, buffers)
+    assert again.experts.dtype == np.int16 and np.array_equal(again.experts, mine.experts)
+
+
+def test_a_group_is_stored_with_them() -> None:
+    tokens = np.arange(6, dtype=np.int32)
+    group = Group(
+        group=1,
+        prompt=2,
+        lengths=np.array([2, 4], np.int32),
+        tokens=tokens,
+        logprobs=np.zeros(6, np.float32),
+        versions=np.zeros(6, np.int32),
+        rewards=np.zeros(2, np.float32),
+        experts=laid_out([(NO_EXPERTS, 2), (sent(tokens[2:]), 4)]),
+        expert_shape=[2, 2],
+    )
+    again = blob.unpack(Group, blob.pack(group))
+    assert again.expert_shape == [2, 2]
+    assert again.experts.tolist() == [[UNKNOWN] * 4] * 2 + sent(tokens[2:]).tolist()
+
+
+def ended(member: int, reason: str, reward: float | None) -> Trajectory:
+    t = Trajectory(4, member, 0, 2, seed=member)
+    t.begin([1, 2])
+    t.sampled(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32))
+    t.ending = Ending(reason, reward)
+    return t
+
+
+def test_members_that_were_cut_off_at_the_longest_length_are_marked() -> None:
+    endings = [("done", 1.0), ("length", 0.0), ("turns", 0.0), ("failed", None)]
+    members = [ended(n, *ending) for n, ending in enumerate(endings)]
+    sent = unpack(Group, pack(finished_group(4, 0, members, (), lambda: [0, 0])))
+    assert sent.truncated.tolist() == [False, True, False, False]
+    assert np.isfinite(sent.rewards).tolist() == [True, True, True, False]
+
+
+def test_rewards_are_handed_in_as_float64() -> None:
+    rewards = [1e39, 100000001.0, 100000002.0, 0.1]
+    members = [ended(n, "done", reward) for n, reward in enumerate(rewards)]
+    sent = unpack(Group, pack(finished_group(4, 0, members, (), lambda: [0, 0])))
+    assert sent.rewards.tolist() == rewards
+
+
+def test_a_group_stored_by_an_earlier_version_is_read_with_its_float32_rewards() -> None:
+    members = [ended(n, "done", float(n)) for n in range(2)]
+    made = finished_group(4, 0, members, (), lambda: [0, 0])
+    old = replace(made, rewards=made.rewards.astype(np.float32))
+    assert unpack(Group, pack(old)).rewards.tolist() == [0.0, 1.0]

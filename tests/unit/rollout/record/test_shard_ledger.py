@@ -112,7 +112,8 @@ async def test_a_shard_ends_though_its_disk_is_full(bench: Bench) -> None:
     assert closes(ledger) == []
 
 
-def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(tmp_path: Path) -> None:
+@story_on(on_bench, "tmp_path")
+async def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(bench: Bench) -> None:
     def tokens(group: int) -> TokenRows:
         n = 200_000  # a segment is full after six
         return TokenRows(
@@ -123,26 +124,21 @@ def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(tmp_path
             versions=np.zeros(n, np.int32),
         )
 
-    async def story(bench: Bench) -> None:
-        ledger = await bench.start()
-        syncing = asyncio.create_task(ledger.sync_forever())
-        for group in range(20):
-            await ledger.tokens(tokens(group))
-            await bench.clock.sleep(0.1)
-        assert len(segments(ledger.directory)) == 4
-        found = [r.payload.ids[0] >> MEMBER_BITS for r in read(ledger.directory)]
-        assert found == list(range(20))
-        for group in range(20):
-            await ledger.forget(group)
-        left = [path.name for path in segments(ledger.directory)]
-        on_record = await groups.claim_shard(
-            bench.mesh.state, JOB, bench.mesh.name, bench.mesh.token
-        )
-        assert len(left) == 1 and list(on_record) == left
-        syncing.cancel()
-        await ledger.close()
-
-    on_bench(tmp_path, story)
+    ledger = await bench.start()
+    syncing = asyncio.create_task(ledger.sync_forever())
+    for group in range(20):
+        await ledger.tokens(tokens(group))
+        await bench.clock.sleep(0.1)
+    assert len(segments(ledger.directory)) == 4
+    found = [r.payload.ids[0] >> MEMBER_BITS for r in read(ledger.directory)]
+    assert found == list(range(20))
+    for group in range(20):
+        await ledger.forget(group)
+    left = [path.name for path in segments(ledger.directory)]
+    on_record = await groups.claim_shard(bench.mesh.state, JOB, bench.mesh.name, bench.mesh.token)
+    assert len(left) == 1 and list(on_record) == left
+    syncing.cancel()
+    await ledger.close()
 
 
 @story_on(on_bench, "tmp_path")
@@ -210,9 +206,7 @@ def said(group: int, *tokens: int) -> TokenRows:
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @story_on(on_bench, "tmp_path")
-async def test_a_shard_goes_on_from_a_damaged_segment_with_what_was_read_before(
-    bench: Bench, damage: str
-) -> None:
+async def test_a_shard_goes_on_from_before_a_damaged_segment(bench: Bench, damage: str) -> None:
     """Groups 0 to 2 are begun in a sealed segment, which is damaged; 0 and 1 go on, and 3 begins,
     in the next one. Only what lies before the damage, and group 3, is left.
     """
@@ -267,9 +261,7 @@ async def test_a_shard_goes_on_from_a_damaged_segment_with_what_was_read_before(
 
 
 @story_on(on_bench, "tmp_path")
-async def test_a_crash_before_a_segments_first_byte_alarms_nobody_and_a_deleted_open_one_does(
-    bench: Bench,
-) -> None:
+async def test_a_crash_before_the_first_byte_alarms_nobody_a_deletion_does(bench: Bench) -> None:
     ledger = await bench.start()
     mesh, path = bench.mesh, segments(ledger.directory)[0]
     await ledger.close()

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from meshrl.common.api.calls.role import Settle
+from meshrl.common.base.errors import Damaged
 from meshrl.common.base.random import Random
 from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.job.bundle import bundle_files
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import (
     FrozenModelConfig,
@@ -25,6 +27,7 @@ from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.seams import Seams
 from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
 from meshrl.services.rollout.rewards import scoring
+from meshrl.services.rollout.rewards.sandboxes import load_request
 from meshrl.services.rollout.rewards.scoring import Scorer, ScoringFailed, beside
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 from meshrl.services.scoring.frozen import COMPUTE_S, FrozenModel, FrozenModels, quoted
@@ -260,9 +263,7 @@ async def test_a_batch_that_nobody_waits_for_is_over_before_the_next_begins(benc
 
 
 @story_on(on_bench, "tmp_path")
-async def test_what_breaks_the_process_fails_alone_and_the_process_starts_again(
-    bench: Bench,
-) -> None:
+async def test_what_breaks_the_process_fails_alone_and_it_starts_again(bench: Bench) -> None:
     bench.engines["teacher"] = Spoilt(eager(1), RuntimeError("CUDA error: out of memory"))
     keeping = asyncio.create_task(bench.keep_up())
     sequences = [tokens(1, 2), tokens(3, BAD), tokens(3, 4)]
@@ -298,16 +299,13 @@ async def test_a_verdict_that_is_no_number_fails_by_type(bench: Bench) -> None:
     assert 0 < await bench.scorer.verdict(["a"]) < 1
 
 
-def test_models_that_never_come_fail_the_trajectory_by_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@story_on(on_bench, "tmp_path")
+async def test_models_that_never_come_fail_the_trajectory_by_type(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "PATIENCE_S", 600.0)
-
-    async def story(bench: Bench) -> None:
-        with pytest.raises(ScoringFailed, match="scoring/calc"):
-            await bench.scorer.score(tokens(1, 2, 3))
-
-    on_bench(tmp_path, story)
+    with pytest.raises(ScoringFailed, match="scoring/calc"):
+        await bench.scorer.score(tokens(1, 2, 3))
 
 
 @story_on(on_bench, "tmp_path")
@@ -352,3 +350,15 @@ def test_members_that_nobody_read_are_zeros_beside_the_others() -> None:
         t.begin([1, 2, 3])
     members[0].scores = {"teacher": np.array([0, -1, -2], np.float32)}
     assert beside(members, "teacher").tolist() == [0, -1, -2, 0, 0, 0]
+
+
+def test_code_that_was_changed_since_it_was_packed_is_not_imported_again(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    module = bundle / "modules" / "mine.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("def reward(row, turns):\n    return 1.0\n")
+    job = JobData("job", JobConfig(name="job"), bundle, tmp_path, bundle_files.listed(bundle))
+    assert load_request(job).bundle_dir == str(module.parent)
+    module.write_text("")
+    with pytest.raises(Damaged, match=r"mine\.py has 0 bytes"):
+        load_request(job)

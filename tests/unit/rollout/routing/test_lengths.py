@@ -1,12 +1,21 @@
 """How much longer a trajectory will be, and where that leads it."""
 
+from __future__ import annotations
+
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.common.base.files.lines import line
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing.degree_buckets import LEAST_PAST, MeasuredEngine, buckets_of
+from meshrl.services.rollout.routing.length_history import NAME, LengthHistory
 from meshrl.services.rollout.routing.lengths import (
     MIN_VISITS,
     SAMPLES,
@@ -14,6 +23,7 @@ from meshrl.services.rollout.routing.lengths import (
     Past,
     tool_return_of,
 )
+from meshrl.services.rollout.routing.queues import LengthBucket, assign
 
 tools = st.sampled_from(
     [("search", "small", "success"), ("search", "large", "success"), ("run", "small", "failure")]
@@ -39,9 +49,7 @@ def past_of(prompt: int, states: list[Any], steps: list[int]) -> Past:
 
 
 @given(pasts, st.lists(tools, min_size=1, max_size=4), st.integers(0, 2))
-def test_an_estimate_is_what_counting_the_past_gives(
-    history: list[Past], path: list[Any], prompt: int
-) -> None:
+def test_an_estimate_counts_the_past(history: list[Past], path: list[Any], prompt: int) -> None:
     """Against brute force: the longest prefix of the path with visits enough, own prompt first."""
 
     def remaining(depth: int, among: list[Past]) -> list[int]:
@@ -110,9 +118,7 @@ def test_what_is_long_past_is_forgotten() -> None:
         (17, ("t", "small", "success")),
     ],
 )
-def test_an_answer_is_classified_by_tool_size_and_status(
-    value: object, state: tuple[str, ...]
-) -> None:
+def test_an_answer_is_classed_by_tool_size_status(value: object, state: tuple[str, ...]) -> None:
     assert tool_return_of("t", value) == state
 
 
@@ -130,3 +136,173 @@ def test_estimates_separate_two_kinds_of_trajectories() -> None:
     good = lengths.estimate(None, [("run", "small", "success")])
     assert bad is not None and good is not None
     assert good.p90 == 20 and bad.mean > 400
+
+
+STATE = ("run", "small", "failure")
+
+
+def kept_pasts(count: int) -> list[Past]:
+    return [Past(n % 3, ((STATE, n), (STATE, 2 * n)), 3 * n) for n in range(count)]
+
+
+def kept(directory: Path, limit: int) -> list[Past]:
+    history = LengthHistory(SystemHost(), directory, limit)
+    try:
+        return history.latest
+    finally:
+        history.close()
+
+
+def test_a_successor_finds_what_its_predecessor_saw(tmp_path: Path) -> None:
+    history = LengthHistory(SystemHost(), tmp_path, limit=50)
+    for past in kept_pasts(20):
+        history.append(past)
+    assert kept(tmp_path, 50) == kept_pasts(20)  # the predecessor was killed: nothing was closed
+
+
+def test_only_the_latest_are_kept_and_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
+    history = LengthHistory(SystemHost(), tmp_path, limit=10)
+    for past in kept_pasts(95):
+        history.append(past)
+    history.close()
+    assert kept(tmp_path, 10) == kept_pasts(95)[-10:]
+    assert len((tmp_path / NAME).read_bytes().splitlines()) <= 20
+
+
+def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
+    history = LengthHistory(SystemHost(), tmp_path, limit=10)
+    for past in kept_pasts(5):
+        history.append(past)
+    history.close()
+    whole = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(whole[:-7])
+    assert kept(tmp_path, 10) == kept_pasts(4)
+
+
+def test_a_whole_line_of_another_shape_costs_only_itself(tmp_path: Path) -> None:
+    history = LengthHistory(SystemHost(), tmp_path, limit=10)
+    history.append(kept_pasts(1)[0])
+    history.close()
+    with (tmp_path / NAME).open("ab") as file:
+        for past in ([1, [["run", 5]], 3], [1, 2], 7):
+            file.write(line({"past": past}, 0))
+    assert kept(tmp_path, 10) == kept_pasts(1)
+
+
+def test_a_flipped_bit_costs_its_line_and_the_file_is_set_aside(tmp_path: Path) -> None:
+    history = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
+    for past in kept_pasts(5):
+        history.append(past)
+    history.close()
+    path = tmp_path / "ledger" / NAME
+    content = bytearray(path.read_bytes())
+    content[12] ^= 1  # a digit of the first line
+    path.write_bytes(content)
+    after = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
+    assert after.latest == kept_pasts(5)[1:] and after.damage == "1 of 5 lines are damaged"
+    assert after.aside == tmp_path / "quarantine" / "ledger" / NAME
+    assert after.aside.read_bytes() == content
+    after.close()
+    assert not LengthHistory(SystemHost(), tmp_path / "ledger", limit=10).damage
+
+
+LONGEST, BATCH = 4096, 16
+
+engines = st.lists(
+    st.builds(
+        MeasuredEngine,
+        degree=st.sampled_from([1, 2, 4, 8]),
+        tokens=st.integers(0, 10_000),
+        busy_s=st.floats(0.0, 100.0),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(engines, st.lists(st.integers(1, LONGEST), max_size=60))
+def test_each_degree_has_a_bucket_and_its_engines_are_assigned_to_it(
+    there: list[MeasuredEngine], past: list[int]
+) -> None:
+    buckets = buckets_of(there, past, LONGEST, BATCH)
+    degrees = sorted({engine.degree for engine in there})
+    bounds = [bucket.max_tokens for bucket in buckets]
+    assert len(buckets) == len(degrees) and bounds == sorted(set(bounds))
+    assert bounds[-1] >= LONGEST and {bucket.batch for bucket in buckets} == {BATCH}
+    named = {f"engine/{number}": engine.degree for number, engine in enumerate(there)}
+    places = assign(named, buckets)
+    assert {named[name]: place for name, place in places.items()} == {
+        degree: place for place, degree in enumerate(degrees)
+    }
+
+
+def test_bounds_divide_the_tokens_as_the_measured_rates_are() -> None:
+    past = [100] * 90 + [1000] * 9
+    equal = [MeasuredEngine(1, 9000, 90.0), MeasuredEngine(4, 9000, 90.0)]
+    assert buckets_of(equal, past, LONGEST, BATCH)[0].max_tokens == 100, "half of all tokens"
+    slow = [MeasuredEngine(1, 9000, 9.0), MeasuredEngine(4, 9000, 90.0)]
+    assert buckets_of(slow, past, LONGEST, BATCH)[0].max_tokens == 1000, "ten elevenths"
+    unknown = [MeasuredEngine(1), MeasuredEngine(4)]
+    assert buckets_of(unknown, past, LONGEST, BATCH)[0].max_tokens == 100, "by workers: a fifth"
+
+
+TINY, HUGE = 5e-324, sys.float_info.max
+
+
+@pytest.mark.parametrize(
+    ("small_s", "large_s", "bound"),
+    [
+        (1.1e-308, 1.1e-308, LONGEST // 2),
+        (TINY, 1.0, LONGEST - 1),
+        (1.0, TINY, 1),
+        (HUGE, HUGE, LONGEST // 2),
+        (HUGE, 1.0, 1),
+        (TINY, HUGE, LONGEST - 1),
+    ],
+)
+def test_bounds_follow_rates_of_any_size(small_s: float, large_s: float, bound: int) -> None:
+    engines = [MeasuredEngine(1, 512, small_s), MeasuredEngine(2, 512, large_s)]
+    buckets = buckets_of(engines, [], LONGEST, BATCH)
+    assert [bucket.max_tokens for bucket in buckets] == [bound, LONGEST]
+    again = buckets_of([*engines, *engines], [], LONGEST, BATCH)
+    assert [bucket.max_tokens for bucket in again] == [bound, LONGEST], "sums are no trouble either"
+
+
+def test_one_engine_has_one_bucket_however_short_it_was_busy() -> None:
+    [bucket] = buckets_of([MeasuredEngine(1, 512, 1.1e-308)], [], LONGEST, BATCH)
+    assert bucket.max_tokens == LONGEST
+
+
+def test_without_a_history_bounds_divide_the_longest_length() -> None:
+    buckets = buckets_of(
+        [MeasuredEngine(1), MeasuredEngine(1), MeasuredEngine(2)],
+        [7] * (LEAST_PAST - 1),
+        LONGEST,
+        BATCH,
+    )
+    assert [bucket.max_tokens for bucket in buckets] == [LONGEST // 2, LONGEST]
+    assert [bucket.share for bucket in buckets] == [2.0, 1.0]
+
+
+def test_buckets_change_when_engines_come_or_go_and_not_when_they_get_faster() -> None:
+    whole = [LengthBucket(LONGEST, BATCH)]
+    past = [Past(0, (), 100)] * 30 + [Past(0, (), 1000)] * 30
+    scheduler = Scheduler(whole, 1, LengthTrees(past), follows=True)
+    small, large = MeasuredEngine(1, 5000, 50.0), MeasuredEngine(4, 5000, 25.0)
+    assert scheduler.follow({"a": small})
+    assert len(scheduler.buckets) == 1
+    assert scheduler.follow({"a": small, "b": large})
+    [short, long] = scheduler.buckets
+    assert short.max_tokens < long.max_tokens == LONGEST
+    assert not scheduler.follow({"a": MeasuredEngine(1, 9000, 9.0), "b": large})
+    assert scheduler.buckets == [short, long]
+    assert not scheduler.follow({}), "nobody is there: they may come back"
+    assert not scheduler.follow({"b": large, "c": small}), "the same degrees: whose is whose stays"
+    assert scheduler.follow({"c": small}) and len(scheduler.buckets) == 1
+
+
+def test_buckets_of_a_job_file_stay_as_they_are() -> None:
+    declared = [LengthBucket(100, 4), LengthBucket(1000, 8)]
+    scheduler = Scheduler(declared, 1, LengthTrees())
+    assert not scheduler.follow({"a": MeasuredEngine(1), "b": MeasuredEngine(4)})
+    assert scheduler.buckets == declared

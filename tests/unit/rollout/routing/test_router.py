@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from meshrl.common.records.token_record import TokenRows
 from meshrl.services.engine.service import EngineService
 from meshrl.services.rollout.record.group_commit import GroupCommit
 from meshrl.services.rollout.routing.cmlfq import Scheduler
-from meshrl.services.rollout.routing.engine_link import SeenEngine
+from meshrl.services.rollout.routing.engine_link import TURN_S, SeenEngine
 from meshrl.services.rollout.routing.lengths import LengthTrees, Past
 from meshrl.services.rollout.routing.queues import LengthBucket
 from meshrl.services.rollout.routing.router import Router
@@ -183,9 +184,7 @@ async def test_a_trajectory_that_no_engine_ever_serves_fails_by_type(bench: Benc
 
 
 @story_on(on_bench)
-async def test_a_request_that_five_engines_in_a_row_fail_fails_by_type_and_no_later(
-    bench: Bench,
-) -> None:
+async def test_a_request_that_five_engines_fail_fails_by_type(bench: Bench) -> None:
     began = bench.clock.monotonic()
     with pytest.raises(ToolFailed, match=f"{ATTEMPTS} engines in a row failed trajectory"):
         await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
@@ -216,9 +215,7 @@ async def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free(bench: Benc
 
 
 @story_on(on_bench)
-async def test_an_idle_engine_takes_what_runs_above_the_plateau_and_no_token_is_lost(
-    bench: Bench,
-) -> None:
+async def test_an_idle_engine_takes_what_is_above_the_plateau_without_loss(bench: Bench) -> None:
     bench.plateau = 1
     everything = asyncio.gather(*(bench.generate(m, new=LONG) for m in range(SLOTS)))
     await bench.clock.sleep(0.3)
@@ -256,22 +253,22 @@ class TwoBuckets(Bench):
         return t
 
 
-def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_along() -> None:
-    async def main(clock: VirtualClock, random: Random) -> None:
-        bench = TwoBuckets(clock, random)
-        await bench.start()
-        stayed = await bench.two_turns(bench.router)  # there is one engine
-        other = await bench.add("engine/g1")
-        await clock.sleep(2 * LOOK_S)
-        moved = await bench.two_turns(bench.router)
-        assert bench.router.caches == {"move": 1}
-        assert other.engine.tokens_generated == 20
-        assert other.engine.tokens_computed <= PROMPT + 52  # what did not come
-        assert moved.tokens.tolist() == stayed.tokens.tolist()
-        np.testing.assert_allclose(moved.logprobs, stayed.logprobs, atol=2e-4)
-        assert bench.router.links["engine/g0"].ended == {1}, "it is let go of where it was"
-
-    run_virtual(main, limit_s=3600.0)
+@story_on(partial(run_virtual, limit_s=3600.0), given=2)
+async def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cache_along(
+    clock: VirtualClock, random: Random
+) -> None:
+    bench = TwoBuckets(clock, random)
+    await bench.start()
+    stayed = await bench.two_turns(bench.router)  # there is one engine
+    other = await bench.add("engine/g1")
+    await clock.sleep(2 * LOOK_S)
+    moved = await bench.two_turns(bench.router)
+    assert bench.router.caches == {"move": 1}
+    assert other.engine.tokens_generated == 20
+    assert other.engine.tokens_computed <= PROMPT + 52  # what did not come
+    assert moved.tokens.tolist() == stayed.tokens.tolist()
+    np.testing.assert_allclose(moved.logprobs, stayed.logprobs, atol=2e-4)
+    assert bench.router.links["engine/g0"].ended == {1}, "it is let go of where it was"
 
 
 class Following(TwoBuckets):
@@ -286,24 +283,24 @@ class Following(TwoBuckets):
         self.router = self.shard("rollout/0")
 
 
-def test_an_engine_of_two_workers_takes_the_long_ones_when_it_comes_until_it_goes() -> None:
-    async def main(clock: VirtualClock, random: Random) -> None:
-        bench = Following(clock, random)
-        await bench.start()
-        await bench.two_turns(bench.router)
-        assert len(bench.router.scheduler.buckets) == 1
-        bench.degrees = {"engine/g1": 2}
-        large = await bench.add("engine/g1")
-        await clock.sleep(2 * LOOK_S)
-        assert bench.router.stats.buckets == {"engine/g0": 0, "engine/g1": 1}
-        assert (await bench.two_turns(bench.router)).length == PROMPT + 52
-        assert large.engine.tokens_generated == 20, "the turn after the failure"
-        del bench.engines["engine/g1"]
-        await clock.sleep(2 * LOOK_S)
-        assert len(bench.router.scheduler.buckets) == 1
-        assert (await bench.two_turns(bench.router)).length == PROMPT + 52
-
-    run_virtual(main, limit_s=3600.0)
+@story_on(partial(run_virtual, limit_s=3600.0), given=2)
+async def test_an_engine_of_two_workers_takes_the_long_ones_when_it_comes_until_it_goes(
+    clock: VirtualClock, random: Random
+) -> None:
+    bench = Following(clock, random)
+    await bench.start()
+    await bench.two_turns(bench.router)
+    assert len(bench.router.scheduler.buckets) == 1
+    bench.degrees = {"engine/g1": 2}
+    large = await bench.add("engine/g1")
+    await clock.sleep(2 * LOOK_S)
+    assert bench.router.stats.buckets == {"engine/g0": 0, "engine/g1": 1}
+    assert (await bench.two_turns(bench.router)).length == PROMPT + 52
+    assert large.engine.tokens_generated == 20, "the turn after the failure"
+    del bench.engines["engine/g1"]
+    await clock.sleep(2 * LOOK_S)
+    assert len(bench.router.scheduler.buckets) == 1
+    assert (await bench.two_turns(bench.router)).length == PROMPT + 52
 
 
 @story_on(on_bench)
@@ -340,9 +337,7 @@ async def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone(be
 
 
 @story_on(on_bench)
-async def test_a_lineage_that_begins_with_the_weights_that_are_loaded_is_served_by_them(
-    bench: Bench,
-) -> None:
+async def test_a_lineage_that_begins_with_loaded_weights_is_served_by_them(bench: Bench) -> None:
     await bench.engine.weights.swap({}, 8, "m0.8", lineage=0)
     bench.router.enter(1)
     waits = bench.begin(0)
@@ -359,9 +354,7 @@ def waits(bench: Bench) -> list[tuple[str, str]]:
 
 
 @story_on(on_bench)
-async def test_a_version_that_no_engine_has_is_waited_for_by_name_until_one_has_it(
-    bench: Bench,
-) -> None:
+async def test_a_version_that_no_engine_has_is_waited_for_by_name(bench: Bench) -> None:
     await bench.generate(0)
     t = Trajectory(0, 1, 0, version=5, seed=1)
     t.begin([1, 2, 3])
@@ -403,13 +396,63 @@ async def test_two_shards_divide_what_moves_and_it_comes_to_rest(bench: Bench) -
     await everything
 
 
-def test_who_belongs_to_a_bucket_without_an_engine_is_not_last_for_ever() -> None:
-    async def main(clock: VirtualClock, random: Random) -> None:
-        bench = TwoBuckets(clock, random)  # one engine: the long bucket has none
-        await bench.start()
-        t = await bench.two_turns(bench.router)
-        assert t.length == PROMPT + 52
-        assert bench.router.caches == {}  # it had no reason to leave
-        assert bench.engine.engine.tokens_computed < PROMPT + 52 + 20
+@story_on(partial(run_virtual, limit_s=3600.0), given=2)
+async def test_a_bucket_without_an_engine_is_not_last(clock: VirtualClock, random: Random) -> None:
+    bench = TwoBuckets(clock, random)  # one engine: the long bucket has none
+    await bench.start()
+    t = await bench.two_turns(bench.router)
+    assert t.length == PROMPT + 52
+    assert bench.router.caches == {}  # it had no reason to leave
+    assert bench.engine.engine.tokens_computed < PROMPT + 52 + 20
 
-    run_virtual(main, limit_s=3600.0)
+
+TOKENS = 300
+
+
+def begin(bench: Bench, member: int) -> asyncio.Task[Trajectory]:
+    return asyncio.create_task(bench.generate(member, new=TOKENS))
+
+
+@pytest.fixture
+def expected() -> list[list[int]]:
+    """Turns of three members on an engine that is well."""
+    found: list[list[int]] = []
+
+    async def story(bench: Bench) -> None:
+        for member in range(3):
+            found.append((await begin(bench, member)).turn.tolist())
+
+    on_bench(story)
+    return found
+
+
+@pytest.mark.deep
+@story_on(on_bench)
+async def test_a_stuck_turn_goes_on_elsewhere(bench: Bench, expected: list[list[int]]) -> None:
+    turn = begin(bench, 0)
+    await bench.clock.sleep(1.0)
+    stuck = bench.engine
+    stuck.commands.give(stuck.engine.pause)
+    await bench.add("engine/g1")
+    await bench.clock.sleep(TURN_S / 2)
+    assert not turn.done()
+    await bench.clock.sleep(TURN_S / 2 + 10.0)
+    assert turn.done() and turn.result().turn.tolist() == expected[0]
+    stuck.commands.give(stuck.engine.resume)
+    await bench.clock.sleep(5.0)
+    assert turn.result().length == 3 + TOKENS, "what came late was taken in"
+
+
+@story_on(on_bench)
+async def test_a_turn_whose_engine_dies_goes_on_elsewhere_after_its_last_token(
+    bench: Bench, expected: list[list[int]]
+) -> None:
+    turns = [begin(bench, member) for member in range(3)]
+    await bench.clock.sleep(1.5)
+    assert bench.engine.engine.running == 3
+    await bench.add("engine/g1")
+    await bench.clock.sleep(2 * LOOK_S)
+    await bench.engines.pop("engine/g0").mesh.transport.close()
+    await bench.clock.sleep(20.0)
+    assert [turn.result().turn.tolist() for turn in turns] == expected
+    assert bench.router.continued == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from meshrl.common.base.random import Random
 from meshrl.services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 from meshrl.sim.loop import VirtualClock, run_virtual
+from tests.stories import story_on
 from tests.unit.rollout.routing.test_router import LOOK_S, SLOTS, Bench
 
 LIMIT = 1000
@@ -124,33 +126,32 @@ def test_a_refusal_does_not_count_from_a_failure_of_an_earlier_turn() -> None:
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("tenths", range(0, 24))
-def test_an_engine_may_die_at_any_time_and_turns_go_on_at_another(tenths: int) -> None:
+@story_on(partial(run_virtual, limit_s=3600.0), given=2)
+async def test_an_engine_may_die_at_any_time_and_turns_go_on_at_another(
+    clock: VirtualClock, random: Random, tenths: int
+) -> None:
     """Some turns are queued then, others come, run, or sit between two turns."""
+    bench = Bench(clock, random)
+    await bench.start()
+    await clock.sleep(2 * LOOK_S)
 
-    async def main(clock: VirtualClock, random: Random) -> None:
-        bench = Bench(clock, random)
-        await bench.start()
-        await clock.sleep(2 * LOOK_S)
+    async def two_turns(member: int) -> int:
+        t = Trajectory(0, member, 0, 0, seed=member)
+        t.begin([1, 2, 3])
+        async with bench.router.stay(t) as stay:
+            await stay.generate(43)
+            await clock.sleep(0.3)
+            t.appended([4])
+            await stay.generate(84)
+        return t.length
 
-        async def two_turns(member: int) -> int:
-            t = Trajectory(0, member, 0, 0, seed=member)
-            t.begin([1, 2, 3])
-            async with bench.router.stay(t) as stay:
-                await stay.generate(43)
-                await clock.sleep(0.3)
-                t.appended([4])
-                await stay.generate(84)
-            return t.length
-
-        turns = [asyncio.create_task(two_turns(m)) for m in range(3 * SLOTS)]
-        await clock.sleep(tenths / 10)
-        await bench.engines.pop("engine/g0").mesh.transport.close()
-        await bench.add("engine/g1")
-        assert await asyncio.gather(*turns) == [84] * len(turns)
-        await clock.sleep(2 * LOOK_S)
-        (link,) = bench.router.links.values()
-        assert (len(link.held), len(link.out), bench.router.waiting) == (0, 0, 0)
-        assert bench.router.idle == SLOTS and not bench.router.stays
-        assert bench.rollout.waits.published([]) == []
-
-    run_virtual(main, limit_s=3600.0)
+    turns = [asyncio.create_task(two_turns(m)) for m in range(3 * SLOTS)]
+    await clock.sleep(tenths / 10)
+    await bench.engines.pop("engine/g0").mesh.transport.close()
+    await bench.add("engine/g1")
+    assert await asyncio.gather(*turns) == [84] * len(turns)
+    await clock.sleep(2 * LOOK_S)
+    (link,) = bench.router.links.values()
+    assert (len(link.held), len(link.out), bench.router.waiting) == (0, 0, 0)
+    assert bench.router.idle == SLOTS and not bench.router.stays
+    assert bench.rollout.waits.published([]) == []

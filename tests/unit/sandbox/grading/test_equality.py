@@ -1,15 +1,24 @@
-"""When two texts, or two JSON values, count as the same."""
+"""Equality of texts and JSON values, and what of an answer is compared."""
 
 from __future__ import annotations
 
+import ast
+import json
 import math
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshrl.common.grading.answers import spoken
 from meshrl.services.sandbox.grading.code.equality import Tolerance, same, same_text
+from meshrl.services.sandbox.grading.code.programs import prefixed, program_of
+from meshrl.services.sandbox.grading.texts import choice
 from meshrl.services.sandbox.jail.wire import plain
 
 NUMBERS = st.floats(allow_nan=False) | st.integers()
@@ -97,9 +106,7 @@ def test_a_value_equals_itself_whatever_it_crosses(value: Any) -> None:
 
 @settings(max_examples=50)
 @given(VALUES, VALUES, SMALL, SMALL)
-def test_only_values_of_one_kind_are_equal_and_both_ways(
-    a: Any, b: Any, relative: float, absolute: float
-) -> None:
+def test_values_of_one_kind_are_equal(a: Any, b: Any, relative: float, absolute: float) -> None:
     def same_kind(x: Any, y: Any) -> bool:
         numbers = (int, float)
         if type(x) in numbers and type(y) in numbers:
@@ -144,3 +151,190 @@ def test_how_a_float_is_spelled_is_all_the_same(value: float) -> None:
     spellings = (f"{value!r}", f"{value:.17g}", f"{value:.17e}", f"{value:+.20E}")
     for wanted in (repr(value), f"{value:.17e}"):
         assert all(same_text(found, wanted, Tolerance()) for found in spellings)
+
+
+ROWS = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
+READS, F, FENCED = (ROWS["blocks"][name] for name in ("READS", "F", "FENCED"))
+
+
+def cases(kind: str) -> list[tuple[str, str]]:
+    """Return the answers of a kind with their programs, each with its blocks in it."""
+
+    def whole(text: str) -> str:
+        for name, block in ROWS["blocks"].items():
+            text = text.replace(f"@{name}@", block)
+        return text
+
+    return [(whole(row["text"]), whole(row["program"])) for row in ROWS[kind]]
+
+
+@pytest.mark.parametrize(("text", "program"), cases("prints"))
+def test_the_last_block_that_is_a_program_counts(text: str, program: str) -> None:
+    assert program_of(spoken(text) or "", prints=True) == program
+
+
+@pytest.mark.parametrize(("text", "program"), cases("defines"))
+def test_the_last_block_that_defines_what_is_called_counts(text: str, program: str) -> None:
+    assert program_of(text, names={"f"}) == program
+
+
+def test_a_class_that_defines_what_is_called_counts() -> None:
+    method = F.replace("\n", "\n    ")
+    text = f"```python\nclass Solution:\n    {method}\n```\n"
+    assert "class Solution" in program_of(text, names={"f"})
+
+
+def test_a_block_that_defines_all_that_is_tested_comes_before_one_of_a_part() -> None:
+    both = f"class A: pass\n{F}"
+    text = f"```python\n{both}```\nThe second again:\n```python\n{F}```\n"
+    assert program_of(text, names={"A", "f"}) == both
+    assert program_of(text, names={"f"}) == F
+
+
+def test_a_prefix_is_parsed_with_what_follows_it() -> None:
+    text = "```python\n    return x + 1\n```\nprints\n```\n5\n```"
+    assert program_of(text, prefix="def f(x):\n", names={"f"}) == "    return x + 1\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"from __future__ import annotations\n{F}",
+        f'"""Doc."""\n# so\nfrom __future__ import (\n    annotations,\n    division,\n)\n{F}',
+        f"from __future__ import division; import sys\nfrom __future__ import annotations\n{F}",
+        f"TEXT = '__future__'\n{F}",
+    ],
+)
+@pytest.mark.parametrize("prefix", ["import math\n", "from __future__ import generators\nx = 1\n"])
+def test_a_prefix_comes_behind_what_python_wants_first(prefix: str, program: str) -> None:
+    found: dict[str, Any] = {}
+    source = prefixed(prefix, program_of(f"```python\n{program}```", prefix, {"f"}))
+    exec(compile(source, "main.py", "exec", dont_inherit=True), found)
+    assert found["f"](1) == 2 and source.endswith(F)
+    assert program_of(f"```python\n{program}```\n```\nx = 5\n```", prefix, {"f"}) == program
+
+
+PROGRAMS = st.sampled_from(
+    [
+        READS,
+        FENCED,
+        "import sys\nfor line in sys.stdin:\n    print(line)\n",
+        "s = '```'\nprint(s * int(input()))\n",
+        "def main():\n    '''\n    ~~~\n    Reads.\n    ~~~\n    '''\n    print(input())\nmain()\n",
+        "print(r'''\n```\nin\n```\nbetween\n~~~~\n''', input())\n",
+        "if True:\n\n\tprint(input(), '</think>')\n",
+    ]
+)
+PROSE = st.sampled_from(
+    ["", "Let me see.", "It's O(n).", "Use `print` here:", "* a list\n* of `x = 1`", "> quoted"]
+)
+NOISE = st.sampled_from(
+    ["", "```\n5\n```", "```text\nprint(1)\n```", "```\n1 2 3\n```", "~~~json\n{}\n~~~", "`5`"]
+)
+FENCES = st.sampled_from(["```", "~~~", "`````", "~~~~~~"])
+TAGS = st.sampled_from(["python", "py", "Python", "python3", 'python title="a b"', ""])
+INDENTS = st.sampled_from(["", "  ", "   "])
+
+
+@settings(max_examples=50)
+@given(PROGRAMS, PROSE, NOISE, PROSE, NOISE, FENCES, TAGS, INDENTS, st.booleans())
+def test_a_program_in_markdown_is_found_whatever_surrounds_it(
+    program: str,
+    before: str,
+    noise: str,
+    after: str,
+    more: str,
+    fence: str,
+    tag: str,
+    indent: str,
+    crlf: bool,
+) -> None:
+    block = "".join(
+        indent + line if line.strip() else line
+        for line in f"{fence}{tag}\n{program}{fence}\n".splitlines(keepends=True)
+    )
+    text = "\n\n".join([before, noise, block, after, more])
+    found = program_of(text.replace("\n", "\r\n") if crlf else text, prints=True)
+    assert ast.dump(ast.parse(found)) == ast.dump(ast.parse(program)) or indent
+    assert compile(found, "found", "exec").co_names == compile(program, "as", "exec").co_names
+
+
+@given(st.text(alphabet="`~\n pf(x)='\"1:", max_size=200))
+def test_any_text_has_a_program_or_none(text: str) -> None:
+    assert isinstance(program_of(text, names={"f"}), str)
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```\n" * 50_000,
+        "```python\n" * 30_000,
+        "```python\n" + "x = (\n```\n" * 30_000,
+        "```python\n" + "(" * 100_000,
+        "`" * 200_000,
+        " " * 200_000 + "```",
+        "a ```" * 50_000,
+        "</think>" * 30_000,
+        "```\n" + "x = 1\n" * 100_000 + "```\n" + "```\nprint()\n```\n" * 1000,
+        "\n".join("`" * k for k in range(600, 3, -1)),
+        "<a>" * 70_000 + "\n" + "```" + " " * 100_000 + "<a> " * 20_000,
+    ],
+    ids=range(11),
+)
+def test_a_hostile_text_is_soon_read(text: str) -> None:
+    begun = time.thread_time()
+    program_of(spoken(text) or "", prints=True)
+    assert time.thread_time() - begun < 3.0
+
+
+TABLES = Path(__file__).parent / "texts"
+LEAST_ROWS = 150
+MOST_REJECTED = 0.01  # share of right answers that may be scored 0
+
+Reward = Callable[[dict[str, Any], list[dict[str, Any]], dict[str, Any]], float]
+
+
+def check(name: str, reward: Reward) -> None:
+    """Score a table's answers; no wrong one may be accepted, and hardly a right one rejected."""
+    rows = [json.loads(line) for line in (TABLES / name).read_text("utf-8").splitlines()]
+    right = [row for row in rows if row["expected"]]
+    assert len(rows) >= LEAST_ROWS and 0.3 < len(right) / len(rows) < 0.8
+    accepted: list[tuple[str, str]] = []
+    rejected: list[tuple[str, str]] = []
+    for row in rows:
+        score = reward({"answer": row["gold"]}, [{"role": "model", "text": row["text"]}], {})
+        if score != row["expected"]:
+            (accepted if score else rejected).append((row["text"], row["gold"]))
+    assert accepted == []
+    assert len(rejected) <= MOST_REJECTED * len(right), rejected
+
+
+def test_choice_takes_right_letters_in_all_formats_and_no_others() -> None:
+    check("choice.jsonl", choice)
+
+
+@pytest.mark.group("maths")  # sympy is imported by one worker
+def test_math_takes_right_answers_in_all_formats_and_no_number_anywhere() -> None:
+    from meshrl.services.sandbox.grading.mathematics import maths
+
+    check("math.jsonl", maths.reward)
+
+
+HOSTILE = [
+    "选" * 20_000,
+    "<answer>" * 12_000,
+    "the answer is " * 7_000,
+    r"\boxed{" * 14_000,
+    "(A" * 50_000,
+    " " * 100_000,
+    "A is " * 4_000,
+    "answer" + " " * 19_000,
+]
+
+
+def test_a_hostile_text_names_no_choice_and_is_soon_read() -> None:
+    begun = time.thread_time()
+    for text in HOSTILE:
+        assert choice({"answer": "B"}, [{"role": "model", "text": text}], {}) == 0.0
+    assert time.thread_time() - begun < 3.0

@@ -231,9 +231,7 @@ async def test_all_or_nothing(launcher: JailLauncher) -> None:
 
 
 @pytest.mark.needs("bwrap")
-async def test_a_program_that_ends_itself_between_cases_gains_nothing_by_it(
-    launcher: JailLauncher,
-) -> None:
+async def test_a_program_that_exits_between_cases_gains_nothing(launcher: JailLauncher) -> None:
     source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
     source += "def f(x):\n    import time\n    time.sleep(0.2)\n    return x"
     for tests in of_identity(4):

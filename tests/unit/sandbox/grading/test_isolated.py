@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.grading.support import Unsupported
 from meshrl.services.sandbox.grading.code import isolated
-from meshrl.services.sandbox.grading.code.attempt import Attempt
+from meshrl.services.sandbox.grading.code.attempt import STARVED_RETRIES, Attempt
+from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.grading.code.programs import prelude_of
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
-from tests.unit.sandbox.grading.graded import rows
+from tests.unit.sandbox.grading.graded import Judge, rows
 
-pytestmark = pytest.mark.needs("bwrap")
 CASE_S = 4.0  # nothing of these takes time, but the host may
 ROWS = rows("rows.toml", "row")
 
@@ -27,6 +30,7 @@ async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: floa
     return "".join("01"[one] for one in await isolated.passed(attempt, solution, tests))
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
 async def test_tests_as_people_write_them(launcher: JailLauncher, row: dict[str, str]) -> None:
@@ -80,10 +84,9 @@ f = Point = type(unittest.mock.ANY)
 """
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("solution", [EQUAL, BORROWED], ids=["own", "borrowed"])
-async def test_an_object_that_is_equal_to_all_equals_nothing(
-    launcher: JailLauncher, solution: str
-) -> None:
+async def test_an_all_equal_object_equals_nothing(launcher: JailLauncher, solution: str) -> None:
     assert set(await passed(launcher, solution, DATA)) == {"0"}
 
 
@@ -105,6 +108,7 @@ def h(): return Number(3)
 """
 
 
+@pytest.mark.needs("bwrap")
 async def test_what_derives_from_data_is_compared_by_what_it_holds(launcher: JailLauncher) -> None:
     tests = "from solution import f, g, h\ndef test_f(): assert f() == [1, 2]\n"
     tests += "def test_g(): assert g() == 'yes'\ndef test_h(): assert h() == 4\n"
@@ -112,6 +116,7 @@ async def test_what_derives_from_data_is_compared_by_what_it_holds(launcher: Jai
     assert await passed(launcher, ALIASED, tests) == "00001"
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     ("solution", "tests"),
@@ -134,12 +139,14 @@ async def test_a_case_that_hangs_costs_its_limit(
     assert time.monotonic() - begun < scaled(9.0)
 
 
+@pytest.mark.needs("bwrap")
 async def test_time_in_which_the_tests_work_is_not_the_solutions(launcher: JailLauncher) -> None:
     source = "import time\nfrom solution import f\ndef test_f():\n    for _ in range(3):\n"
     source += "        time.sleep(0.3)\n        assert f() == 1"
     assert await passed(launcher, "def f(): return 1", source, min(0.85, scaled(0.6))) == "1"
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize(
     ("tests", "named"),
     [
@@ -172,6 +179,7 @@ def f(*given):
 """
 
 
+@pytest.mark.needs("bwrap")
 async def test_a_solution_reaches_no_more_of_what_it_is_handed(launcher: JailLauncher) -> None:
     tests = """
 from unittest.mock import Mock
@@ -195,10 +203,9 @@ def test_mock():
     assert await passed(launcher, CLIMBS, tests) == "00000"
 
 
+@pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_a_solution_does_not_keep_what_a_callback_asserts(
-    launcher: JailLauncher, kind: str
-) -> None:
+async def test_a_solution_hides_no_assert_of_a_callback(launcher: JailLauncher, kind: str) -> None:
     waits = "await " if kind != "def" else ""
     call = "asyncio.run(visit(check))" if waits else "visit(check)"
     tests = f"import asyncio\nfrom solution import visit\n{kind} check(value):\n"
@@ -216,3 +223,108 @@ async def test_a_solution_does_not_keep_what_a_callback_asserts(
     with pytest.raises(Unsupported, match="callback of the tests and the solution kept") as error:
         await passed(launcher, source, tests)
     assert error.value.provoked
+
+
+LINES = {  # a program, and the names of its prelude in their order
+    "def f(a: List[int]) -> Optional[int]: return a": "List Optional",
+    "def f(a: 'List[int]'): return a": "List",
+    "from typing import *\ndef f(a: List[int]): return a": "List",
+    "from typing import List\ndef f(a: List[int]): return a": "",
+    "def f(a): return Counter(a), inf, gcd(a, 2), heappop(a)": "Counter gcd heappop inf",
+    "def f(a): return math.sqrt(a) + bisect.bisect(a, 1)": "bisect math",
+    "def f(a): return bisect(a, 1)": "bisect",
+    "def f(a, inf): return inf": "",
+    "def gcd(a, b): return a\nx = gcd(1, 2) + pow(2, 3)": "",
+    "x = re.sub('a', 'b', 'c'); y = json.dumps(x); z = sys.maxsize": "json re sys",
+    "def f(:": "",
+    "x = undefined": "",
+}
+SOLUTION = """from __future__ import annotations
+class Solution:
+    @lru_cache(None)
+    def steps(self, n: int) -> int:
+        return n if n < 3 else self.steps(n - 1) + self.steps(n - 2)
+    def pairs(self, nums: List[int], most: Optional[int] = None) -> List[List[int]]:
+        seen: DefaultDict[int, int] = defaultdict(int)
+        return [list(pair) for pair in combinations(nums, 2) if not most or sum(pair) <= most]
+"""
+NAMES = "from solution import Solution\ndef test(): assert Solution().steps(4) == 5"
+BARE = "def f(nums: List[int]) -> int:\n    return max(accumulate(nums), default=-inf)"
+PLAIN = "def total(nums: List[int]) -> int: return sum(nums)"
+
+
+def test_prelude_imports_only_names_that_a_program_lacks() -> None:
+    for program, names in LINES.items():
+        prelude = prelude_of(program)
+        found = [line.split()[-1] for line in prelude.splitlines() if "import" in line]
+        assert " ".join(sorted(found)) == names, program
+        exec(prelude, {})
+
+
+@pytest.mark.needs("bwrap")
+async def test_solutions_without_imports_are_graded(launcher: JailLauncher) -> None:
+    cases = [{"args": [[1, 2, 3]], "output": [[1, 2], [1, 3], [2, 3]]}]
+    graded = {
+        "method": ({"function": "Solution.pairs", "cases": cases}, SOLUTION),
+        "bare name": ({"function": "steps", "cases": [{"args": [5], "output": 8}]}, SOLUTION),
+        "function": ({"function": "f", "cases": [{"args": [[1, -2]], "output": 1}]}, BARE),
+        "unit": (NAMES, SOLUTION),
+        "wrong": ({"function": "total", "cases": [{"args": [[1]], "output": 2}]}, PLAIN),
+    }
+    scores = dict.fromkeys(graded, 1.0) | {"wrong": 0.0}
+    assert await Judge(launcher).all(graded) == scores
+
+
+SHORT_CASE_S, LAG_S = 0.2, 0.6
+CALLS = {"function": "f", "cases": [{"args": [1], "output": 2}, {"args": [2], "output": 3}]}
+UNIT = "from solution import f\ndef test_one(): assert f(1) == 2\ndef test_two(): assert f(2) == 3"
+RIGHT = "def f(x): return x + 1"
+SLEEPS = "import time\ntime.sleep(1000)\n" + RIGHT
+OPTIONS = {"case_s": SHORT_CASE_S}
+
+
+class Lagging:
+    """A launcher in a process that stands still after each jail that it has opened."""
+
+    def __init__(self, launcher: JailLauncher) -> None:
+        self._launcher = launcher
+        self.clock, self.tier, self.opened = launcher.clock, launcher.tier, 0
+
+    async def open(self, *arguments: Any, **options: Any) -> Jail:
+        jail = await self._launcher.open(*arguments, **options)
+        self.opened += 1
+        time.sleep(LAG_S)  # noqa: ASYNC251 - the loop stands still
+        return jail
+
+
+def graded(launcher: Any) -> Grading:
+    return Grading(launcher, JailSlots(SystemClock(), 4), JailLimits(), OPTIONS)
+
+
+@pytest.mark.needs("bwrap")
+async def test_right_program_passes_when_its_first_call_is_late(launcher: JailLauncher) -> None:
+    for tests, jails in ((CALLS, 1), (UNIT, 2)):
+        lagging = Lagging(launcher)
+        turns = [{"role": "model", "text": RIGHT}]
+        answer = await graded(lagging).reward({"tests": tests}, turns)
+        assert (answer.status, answer.value, lagging.opened) == ("ok", 1.0, jails), tests
+
+
+@pytest.mark.needs("bwrap")
+async def test_program_that_sleeps_at_its_start_is_not_passed(launcher: JailLauncher) -> None:
+    for tests in (CALLS, UNIT):
+        answer = await graded(launcher).reward(
+            {"tests": tests}, [{"role": "model", "text": SLEEPS}]
+        )
+        assert (answer.status, answer.value) == ("ok", 0.0), tests
+
+
+def test_starved_jails_are_retried_and_then_a_typed_error() -> None:
+    launcher: Any = Lagging.__new__(Lagging)
+    launcher.clock = SystemClock()
+    attempt = Attempt(launcher, JailSlots(launcher.clock, 1), JailLimits(), OPTIONS)
+    ran = Ran("timeout", b"", b"", -9, cpu_s=0.01, wall_s=22.0, by_clock=True, starved=True)
+    for _ in range(STARVED_RETRIES):
+        attempt.starved(ran)
+    with pytest.raises(JailFailed, match=r"no time to run.*0.01 s of CPU time in 22 s"):
+        attempt.starved(ran)

@@ -127,9 +127,7 @@ def told() -> list[str]:
 @pytest.mark.deep
 @pytest.mark.group("endless answers")
 @pytest.mark.parametrize("place", range(len(ENDLESS)), ids=[answer[:20] for answer in ENDLESS])
-def test_an_answer_that_would_take_for_ever_is_wrong_and_soon_told(
-    told: list[str], place: int
-) -> None:
+def test_an_answer_that_takes_for_ever_is_soon_wrong(told: list[str], place: int) -> None:
     assert told[place] == "False"
 
 

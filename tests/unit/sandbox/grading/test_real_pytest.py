@@ -128,9 +128,7 @@ PLAIN = "from solution import add\n" + "".join(
 @pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("forgery", FORGERIES, ids=[each["name"] for each in FORGERIES])
-async def test_no_forgery_is_paid_but_those_that_are_known(
-    suites: Suites, forgery: dict[str, Any]
-) -> None:
+async def test_no_unknown_forgery_is_paid(suites: Suites, forgery: dict[str, Any]) -> None:
     if "paid" in forgery:
         assert (await graded(suites, PLAIN, forgery["source"])).value == 1.0
     else:

@@ -125,9 +125,7 @@ async def test_what_was_printed_before_the_end_comes_back_whole(launcher: JailLa
 
 
 @pytest.mark.rotating(3)
-async def test_a_session_keeps_its_state_and_ends_with_its_interpreter(
-    launcher: JailLauncher,
-) -> None:
+async def test_a_session_keeps_state_and_ends_with_its_interpreter(launcher: JailLauncher) -> None:
     sessions = Sessions(launcher, SystemClock(), LIMITS, 4, 600.0)
     try:
         assert (await sessions.run("a", "x = 41")).status == "ok"
@@ -141,9 +139,7 @@ async def test_a_session_keeps_its_state_and_ends_with_its_interpreter(
 
 
 @pytest.mark.rotating(3)
-async def test_answers_are_graded_by_calls_and_by_tests_in_a_jail_of_their_own(
-    launcher: JailLauncher,
-) -> None:
+async def test_answers_are_graded_by_calls_and_tests_in_own_jails(launcher: JailLauncher) -> None:
     calls = {"function": "f", "cases": [{"args": [2], "output": 4}, {"args": [3], "output": 9}]}
     tests = """
 from solution import f, Box

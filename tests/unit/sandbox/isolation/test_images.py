@@ -21,8 +21,7 @@ from meshrl.services.sandbox.isolation.jails.program import Program
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import interpreter_of
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
-from tests.unit.sandbox.image import image
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import image, launching
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0)
 SEES = """
@@ -124,9 +123,7 @@ def test_links_of_an_image_never_lead_out_of_it(tmp_path: Path) -> None:
         ("loader", "is loaded by /lib64/loader, which is not there"),
     ],
 )
-def test_what_an_image_lacks_is_named_before_the_start(
-    tmp_path: Path, spoiled: str, says: str
-) -> None:
+def test_what_an_image_lacks_is_named_at_first(tmp_path: Path, spoiled: str, says: str) -> None:
     root, named = tmp_path / "image", "/usr/bin/python3"
     python = root / named[1:]
     if spoiled != "nothing":
@@ -155,9 +152,7 @@ def elf(machine: int, loader: str) -> bytes:
 
 @pytest.mark.deep
 @pytest.mark.needs("bwrap")
-def test_a_python_that_is_too_old_and_a_module_that_is_missing_are_named(
-    bundle: tuple[Path, str],
-) -> None:
+def test_an_old_python_and_a_missing_module_are_named(bundle: tuple[Path, str]) -> None:
     place, python = bundle
     old = place / "rootfs/etc/python3"
     old.write_text(

@@ -31,8 +31,7 @@ from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from meshrl.services.sandbox.outcomes import Ends
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
-from tests.unit.sandbox.launching import launching
-from tests.unit.sandbox.seen import SOON_S, ZYGOTE, guests_run, pythons
+from tests.unit.sandbox.launching import SOON_S, ZYGOTE, guests_run, launching, pythons
 
 pytestmark = pytest.mark.needs("bwrap")
 MANY = 3000  # descriptors
@@ -45,9 +44,7 @@ async def ran(
     return await launcher.run(Program(source), limits, stdin)
 
 
-async def test_a_program_reads_its_input_and_what_it_prints_comes_back(
-    launcher: JailLauncher,
-) -> None:
+async def test_a_program_reads_its_input_and_its_output_comes_back(launcher: JailLauncher) -> None:
     source = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)"
     found = await ran(launcher, source, b"hello")
     assert (found.status, found.exit, found.stdout, found.stderr) == ("ok", 0, b"HELLO\n", b"oh\n")
@@ -89,9 +86,7 @@ async def test_a_traceback_shows_the_program_and_nothing_of_ours(launcher: JailL
     assert "guest" not in text and "/run/meshrl" not in text
 
 
-async def test_a_program_is_a_main_module_with_threads_and_exit_handlers(
-    launcher: JailLauncher,
-) -> None:
+async def test_a_program_is_a_main_module_with_threads_and_exits(launcher: JailLauncher) -> None:
     source = """
 import atexit, threading, dataclasses, multiprocessing, subprocess, sys
 @dataclasses.dataclass
@@ -168,9 +163,7 @@ def descriptors_left(count: int) -> Iterator[None]:
 
 
 @pytest.mark.needs("cgroups")
-async def test_a_start_for_which_descriptors_lack_keeps_none_and_no_group(
-    launcher: JailLauncher,
-) -> None:
+async def test_a_start_without_descriptors_keeps_none_and_no_group(launcher: JailLauncher) -> None:
     assert (await ran(launcher, "print(1)")).stdout == b"1\n"
     before, groups, failed = open_descriptors(), groups_of(launcher), 0
     users = len(launcher.places.users)
@@ -259,9 +252,7 @@ async def test_a_busy_host_makes_no_program_late(launcher: JailLauncher) -> None
     assert [(each.status, each.stdout) for each in found] == [("ok", b"done\n")] * 8
 
 
-async def test_a_lagging_event_loop_turns_no_right_answer_into_a_late_one(
-    launcher: JailLauncher,
-) -> None:
+async def test_a_lagging_event_loop_makes_no_right_answer_late(launcher: JailLauncher) -> None:
     limits = JailLimits(wall_s=0.5, cpu_s=0.5, memory_bytes=128 * MIB)
     call = asyncio.create_task(ran(launcher, "print('in time')", limits=limits))
     await asyncio.sleep(0.05)
@@ -297,9 +288,7 @@ def test_an_interpreter_below_what_else_is_shown_is_not_hidden_by_it(
     assert binds.index(str(tmp_path)) < binds.index(place)
 
 
-async def test_launchers_of_one_process_share_no_control_group(
-    launcher: JailLauncher, tmp_path: Path
-) -> None:
+async def test_launchers_share_no_control_group(launcher: JailLauncher, tmp_path: Path) -> None:
     homes, log = cgroups.find(), tmp_path / "other.log"
     other = JailLauncher(SystemHost(), SystemClock(), "bwrap", Interpreter.own(), homes, log)
     assert (await ran(launcher, "print(1)")).stdout == b"1\n"
@@ -376,9 +365,7 @@ async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path:
     ],
     ids=["calls", "python", "stdin"],
 )
-async def test_a_killed_zygote_makes_no_right_answer_wrong(
-    launcher: JailLauncher, tests: object
-) -> None:
+async def test_a_killed_zygote_makes_no_answer_wrong(launcher: JailLauncher, tests: object) -> None:
     limits = JailLimits(wall_s=900.0, cpu_s=20.0, memory_bytes=128 * MIB)
     grading = Grading(launcher, JailSlots(SystemClock(), 2), limits, {"case_s": 900.0})
     source = "import time\ntime.sleep({})\nprint(1)\ndef f(x): return x"

@@ -16,11 +16,12 @@ import pytest
 
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.jail import JailFailed
+from meshrl.services.sandbox.isolation.resources import places
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.isolation.runners import leftovers
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import PLAIN, launching, printed
 
 
 @pytest.fixture
@@ -32,9 +33,7 @@ async def standin(tmp_path: Path) -> AsyncIterator[JailLauncher]:
 
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap", "python3")
-async def test_memory_and_time_are_bounded_from_outside_too(
-    standin: JailLauncher, tmp_path: Path
-) -> None:
+async def test_limits_hold_from_outside_too(standin: JailLauncher, tmp_path: Path) -> None:
     """Each process is within what the keeper bounds; all of them together are not."""
     many = """
 import os
@@ -65,9 +64,7 @@ os.read(os.pipe()[0], 1)
         ("exec /nowhere/python", "ended at its start with status 127"),
     ],
 )
-async def test_a_runner_that_starts_no_jail_says_why(
-    tmp_path: Path, script: str, says: str
-) -> None:
+async def test_a_runner_without_a_jail_says_why(tmp_path: Path, script: str, says: str) -> None:
     program = tmp_path / "runner"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -159,3 +156,40 @@ def contents(place: str) -> set[str]:
         return set(os.listdir(os.path.join(tempfile.gettempdir(), place)))
     except FileNotFoundError:
         return set()
+
+
+LEFT = """
+import os, sys
+from meshrl.services.sandbox.isolation.resources import places
+place, outside = places.make_scratch(0), places.make_scratch(0)
+os.chdir(place)
+os.makedirs("closed/within/more")
+open("closed/within/more/file", "w").close()
+os.symlink(outside, "link")
+os.symlink("nowhere", "closed/link")
+os.mkfifo("closed/pipe")
+os.chmod("closed/within", 0)
+os.chmod("closed", 0)
+for _ in range(3000):
+    os.mkdir("deep" * 10)
+    os.chdir("deep" * 10)
+os.chdir("/")
+os.chmod(outside, 0o755)
+os.chmod(place, 0)
+places.remove_scratch(place)
+assert not os.path.lexists(place)
+assert os.stat(outside).st_mode & 0o777 == 0o755
+places.remove_scratch(outside)
+"""
+
+
+def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() -> None:
+    printed(LEFT, become=PLAIN if os.getuid() == 0 else ())
+
+
+@pytest.mark.needs("root")
+def test_root_gives_it_to_the_user_of_the_jail() -> None:
+    place = places.make_scratch(1_900_000_007)
+    assert os.stat(place).st_uid == os.stat(place).st_gid == 1_900_000_007
+    places.remove_scratch(place)
+    assert not os.path.lexists(place)

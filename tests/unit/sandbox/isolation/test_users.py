@@ -11,8 +11,7 @@ from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.program import Program
 from meshrl.services.sandbox.isolation.resources import users
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
-from tests.unit.sandbox.beside import STILL_ROOT, printed
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import STILL_ROOT, launching, printed
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=256 * MIB, processes=8)
 WHO = """

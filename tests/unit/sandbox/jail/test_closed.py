@@ -14,8 +14,7 @@ from meshrl.services.sandbox.isolation.jails.jail import Ran
 from meshrl.services.sandbox.isolation.jails.program import Program
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.jail.confinement import calls
-from tests.unit.sandbox.beside import PLAIN, printed
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import PLAIN, launching, printed
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
 PROGRAM = """

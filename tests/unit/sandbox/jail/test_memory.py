@@ -10,8 +10,7 @@ import pytest
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.program import Program
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
-from tests.unit.sandbox.beside import PLAIN, printed
-from tests.unit.sandbox.launching import launching
+from tests.unit.sandbox.launching import PLAIN, launching, printed
 
 LIMITS = JailLimits(wall_s=120.0, cpu_s=20.0, memory_bytes=160 * MIB, processes=16)
 EACH = """
@@ -62,9 +61,7 @@ async def ungrouped(tmp_path: Path) -> AsyncIterator[JailLauncher]:
 @pytest.mark.rotating(3)
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("source", OVER.values(), ids=OVER)
-async def test_processes_that_together_are_over_it_end(
-    ungrouped: JailLauncher, source: str
-) -> None:
+async def test_processes_over_it_together_end(ungrouped: JailLauncher, source: str) -> None:
     found = await ungrouped.run(Program(source), LIMITS)
     assert (found.status, found.error) == ("out_of_memory", "over 160 MiB of memory"), found
 

@@ -38,9 +38,7 @@ async def test_what_ended_a_program_is_named(launcher: JailLauncher) -> None:
     assert found.error == "it asked for what the sandbox refuses: socket"
 
 
-async def test_what_a_program_went_on_without_is_named_in_order_and_once(
-    launcher: JailLauncher,
-) -> None:
+async def test_what_a_program_lacked_is_named_in_order_and_once(launcher: JailLauncher) -> None:
     source = """
 import os, socket
 for _ in range(3):
@@ -71,9 +69,7 @@ async def test_nothing_is_named_of_a_program_that_asked_for_nothing(launcher: Ja
 
 
 @pytest.mark.rotating(3)
-async def test_a_flood_of_refused_calls_ends_in_its_time_and_is_never_let_through(
-    launcher: JailLauncher,
-) -> None:
+async def test_a_flood_of_refused_calls_ends_in_time_and_is_refused(launcher: JailLauncher) -> None:
     source = (
         CALL
         + """
@@ -144,3 +140,26 @@ def test_a_signal_between_call_and_answer_leaves_nobody_waiting() -> None:
     refusals.Refusals(-1, said.append, ioctl).answer()
     assert sent == [(7, 0, -errno.EPERM, 0)] and said == [101]
     assert asked == [allowed.LISTENER_RECEIVE] + 3 * [allowed.LISTENER_ANSWER]
+
+
+PROC_LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0, memory_bytes=256 * MIB, output_bytes=8192)
+
+
+async def test_nothing_in_proc_can_be_opened_for_writing(launcher: JailLauncher) -> None:
+    """A trigger on /proc/pressure, say, is a channel between jails."""
+    source = """
+import os
+opened = []
+for place, folders, names in os.walk("/proc"):
+    folders[:] = [name for name in folders if name not in ("task", "net", "fd", "map_files")]
+    for name in names:
+        try:
+            os.close(os.open(os.path.join(place, name), os.O_WRONLY | os.O_NONBLOCK))
+            opened.append(os.path.join(place, name))
+        except OSError:
+            pass
+print(opened)
+print(open("/proc/self/oom_score_adj").read(), open("/proc/sys/user/max_user_namespaces").read())
+"""
+    found = await launcher.run(Program(source), PROC_LIMITS)
+    assert found.stdout == b"[]\n1000\n 0\n\n", found

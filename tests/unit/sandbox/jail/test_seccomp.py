@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.services.sandbox.jail.confinement import allowed, calls, seccomp
 from meshrl.services.sandbox.jail.confinement.allowed import CallPolicy
-from tests.unit.sandbox.beside import printed
+from tests.unit.sandbox.launching import printed
 
 MACHINES = calls.ARCHITECTURES
 ALLOW, KILL, ERRNO, TELL = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000

@@ -246,9 +246,7 @@ async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what
 @pytest.mark.parametrize(
     "what", ["object", "int keys", "big int", "surrogate", "loop", "set", "long"]
 )
-async def test_a_tool_that_returns_what_no_wire_carries_is_a_bad_value(
-    make: Make, what: str
-) -> None:
+async def test_a_result_that_no_wire_carries_is_a_bad_value(make: Make, what: str) -> None:
     pool = await make(warm=1, most=1)
     odd, good = await pool.run([use(5.0, "odd_value", what=what), use(5.0, "good", value="4")])
     assert odd.status == "bad_value" and odd.error.startswith("t returned ")
@@ -281,9 +279,7 @@ async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(m
 
 
 @pytest.mark.rotating(3)
-async def test_a_leak_of_earlier_calls_does_not_fail_the_one_that_meets_the_limit(
-    make: Make,
-) -> None:
+async def test_a_leak_of_earlier_calls_does_not_fail_the_call_at_the_limit(make: Make) -> None:
     pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
     answers = await pool.run([use(10.0, "leaks_a_little")] * 12)
     assert [answer.status for answer in answers] == ["ok"] * 12
@@ -291,17 +287,13 @@ async def test_a_leak_of_earlier_calls_does_not_fail_the_one_that_meets_the_limi
 
 
 @pytest.mark.parametrize("do", ["exits_once", "stops_itself_once"])
-async def test_a_call_whose_process_was_ended_from_outside_is_run_again(
-    make: Make, do: str
-) -> None:
+async def test_a_call_whose_process_was_killed_is_run_again(make: Make, do: str) -> None:
     pool = await make(warm=1, most=1)
     assert await with_neighbours(pool, do) == Answer("ok", 0.75, "")
     assert pool.replaced == 1
 
 
-async def test_a_call_that_must_not_run_twice_comes_back_as_crashed(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_a_call_that_must_not_run_twice_is_crashed(make: Make, tmp_path: Path) -> None:
     pool = await make(warm=1, most=1)
     crashed, good = await pool.run([use(5.0, "exits_once", once=True), use(5.0, "good")])
     assert crashed.status == "crashed" and "once" in crashed.error
@@ -309,9 +301,7 @@ async def test_a_call_that_must_not_run_twice_comes_back_as_crashed(
     assert (await pool.run([use(5.0, "exits_once", once=True)]))[0].value == 0.75
 
 
-async def test_a_process_that_has_served_enough_calls_is_replaced_and_none_is_lost(
-    make: Make,
-) -> None:
+async def test_a_process_that_served_enough_calls_is_replaced_without_loss(make: Make) -> None:
     pool = await make(warm=1, most=1, recycle=10)
     answers = await pool.run([use(5.0, "names_its_process")] * 35)
     assert [a.status for a in answers] == ["ok"] * 35
@@ -337,9 +327,7 @@ async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: 
     assert len(daemons) == 2
 
 
-async def test_long_calls_run_beside_each_other_as_the_pool_grows(
-    make: Make, tmp_path: Path
-) -> None:
+async def test_long_calls_run_in_parallel_as_the_pool_grows(make: Make, tmp_path: Path) -> None:
     pool = await make(warm=1, most=4)
     first = asyncio.create_task(pool.run([use(60.0, "waits")]))
     await asyncio.sleep(0.1)
@@ -373,9 +361,7 @@ async def test_an_unknown_tool_says_which_there_are(make: Make) -> None:
         ("behaviours:FLAG", "is a str, not a function"),
     ],
 )
-async def test_code_that_does_not_load_fails_with_its_reason(
-    make: Make, reference: str, says: str
-) -> None:
+async def test_unloadable_code_fails_with_its_reason(make: Make, reference: str, says: str) -> None:
     with pytest.raises(ToolFailed, match=says):
         await make(reward=reference)
 
@@ -407,9 +393,7 @@ async def test_a_worker_that_a_signal_ends_while_it_loads_is_started_again(
     assert len(begun.read_text()) == tries
 
 
-async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
-    tmp_path: Path,
-) -> None:
+async def test_a_reader_of_model_texts_has_no_files_programs_or_network(tmp_path: Path) -> None:
     source = """
         import os, socket, subprocess
 
@@ -439,9 +423,7 @@ async def test_what_reads_texts_of_the_model_has_no_files_programs_or_network(
         assert [a.error.partition(":")[0] for a in answers[2:]] == ["PermissionError"] * 3
 
 
-async def test_a_batch_that_hangs_is_answered_within_two_deadlines_and_names_the_function(
-    make: Make,
-) -> None:
+async def test_a_batch_that_hangs_ends_in_two_deadlines_and_names_the_function(make: Make) -> None:
     pool = await make(warm=2, most=2)
     calls = [score("sleeps", deadline_s=1.0)] * 40
     answers = await pool.run(calls, early=True)

@@ -80,9 +80,7 @@ def test_the_order_of_members_does_not_matter(
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_a_group_of_equal_rewards_is_filtered_where_groups_are_compared(
-    name: AlgorithmName,
-) -> None:
+def test_equal_rewards_are_filtered_where_groups_are_compared(name: AlgorithmName) -> None:
     hooks = ALGORITHMS[name]
     assert hooks.advantages(np.full(8, 0.1), AlgorithmConfig(name)) is None
 
@@ -255,9 +253,7 @@ def test_estimates_of_the_divergence_agree_with_its_exact_value(kind: str) -> No
 @pytest.mark.parametrize(
     ("kind", "weight", "counts"), [("tokens", 1, 7), ("sequences", 1 / 4, 2), ("constant", 0.01, 2)]
 )
-def test_weights_and_counts_are_those_of_the_aggregation(
-    kind: str, weight: float, counts: int
-) -> None:
+def test_weights_and_counts_are_of_the_aggregation(kind: str, weight: float, counts: int) -> None:
     config = job("grpo", aggregation=kind)
     made = []
     for n in (4, 3):

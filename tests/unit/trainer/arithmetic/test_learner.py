@@ -1,22 +1,40 @@
 """Gradients of bins and steps of the learner."""
 
+from __future__ import annotations
+
+import itertools
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from meshrl.common.base.errors import MeshError
+from meshrl.common.api.weights import Group
+from meshrl.common.base.encoding import blob
+from meshrl.common.base.errors import MeshError, Refused
+from meshrl.common.base.experts import laid_out
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.decoder import Decoder, SparseLayer
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.trainer.arithmetic.gradient_sum import GradientSum
 from meshrl.services.trainer.arithmetic.learner import Learner, add
 from meshrl.services.trainer.arithmetic.stats import BinStats
-from meshrl.services.trainer.bins.packing import Sequence, make_bins
+from meshrl.services.trainer.bins.packing import Bin, Sequence, make_bins
+from meshrl.services.trainer.models.forward import forward
+from meshrl.services.trainer.steps.batch import members_of
 from tests.attention import causal_attention
+from tests.unit.common.generation.engines_under_test import (
+    VOCAB,
+    Listener,
+    built_in,
+    request,
+)
+from tests.unit.common.generation.test_moe_engine import THREE, paired
 from tests.unit.trainer.handing_over import handed_over
 
 MODEL = ModelConfig(
@@ -204,3 +222,129 @@ def test_of_all_gradients_that_are_added_few_are_there_at_once() -> None:
     total, stats = add(results())
     assert total.tolist() == [10.0] * 3 and stats.tokens == 5
     assert most == 2
+
+
+def gradients(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(1000, generator=generator) * 10.0**i for i in range(count)]
+
+
+def test_the_sum_is_that_of_the_order_of_rounds_whatever_comes_first() -> None:
+    expected = sum(gradients(4)[1:], gradients(4)[0].clone())
+    for order in itertools.permutations(range(4)):
+        gradient_sum, made = GradientSum(), gradients(4)
+        for index in order:
+            gradient_sum.keep(index, made[index])
+            gradient_sum.keep(index, torch.full((1000,), torch.inf))  # again, and late
+        assert torch.equal(gradient_sum.total(4), expected)
+
+
+def test_a_missing_round_is_refused() -> None:
+    gradient_sum = GradientSum()
+    gradient_sum.keep(1, torch.ones(3))
+    with pytest.raises(Refused, match="0 of 2"):
+        gradient_sum.total(2)
+
+
+def test_threads_add_each_round_once() -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(50):
+            gradient_sum = GradientSum()
+            ones = [(index, torch.ones(2000)) for index in range(16) for _ in range(2)]
+            list(
+                threads.map(lambda pair, gradient_sum=gradient_sum: gradient_sum.keep(*pair), ones)
+            )
+            assert torch.equal(gradient_sum.total(16), torch.full((2000,), 16.0))
+
+
+paths = pytest.mark.parametrize(
+    "path", [pytest.param("native", marks=pytest.mark.needs("compiler")), "eager", "graphs"]
+)
+
+
+def sampled(path: str, model: Decoder, prompts: list[list[int]], tokens: int = 90) -> Group:
+    """A finished group as a shard stores it, of turns that the engine sampled."""
+    engine = built_in(path, slots=8, config=THREE)
+    engine.swap(model.state_dict(), 4)
+    heard = Listener(engine).run(
+        *(request(i, prompt, max_new=tokens - 7 * i) for i, prompt in enumerate(prompts))
+    )
+    members = []
+    for i, prompt in enumerate(prompts):
+        t = Trajectory(3, i, 0, 4, 0)
+        t.begin(prompt)
+        columns: Any = (
+            np.array(heard[i].tokens, np.int32),
+            np.array(heard[i].logprobs, np.float32),
+            np.array(heard[i].versions, np.int32),
+            np.array(heard[i].experts, np.int16),
+        )
+        t.sampled(*columns)
+        t.appended([1, 2])  # what a tool answers, and nobody sampled
+        members.append(t)
+    group = Group(
+        group=3,
+        prompt=0,
+        lengths=np.array([t.length for t in members], np.int32),
+        tokens=np.concatenate([t.tokens for t in members]),
+        logprobs=np.concatenate([t.logprobs for t in members]),
+        versions=np.concatenate([t.versions for t in members]),
+        rewards=np.arange(len(members), dtype=np.float32),
+        experts=laid_out((t.experts, t.length) for t in members),
+        expert_shape=list(THREE.expert_shape),
+    )
+    return blob.unpack(Group, blob.pack(group))
+
+
+def bins_of(group: Group, *, replayed: bool) -> list[Bin]:
+    sequences = members_of(group)
+    assert all(s.experts is not None for s in sequences)
+    if not replayed:
+        for sequence in sequences:
+            sequence.experts = None
+    return [Bin.from_arrays(made.to_arrays()) for made in make_bins(sequences, 150)]
+
+
+def gap(model: Decoder, bins: list[Bin]) -> float:
+    """The largest difference to the engine's log-probabilities, of all trained tokens."""
+    worst = 0.0
+    for made in bins:
+        with torch.no_grad():
+            out = forward(model, made)
+        difference = out.logprobs.numpy() - made.behaviour[out.places.numpy()]
+        worst = max(worst, float(np.abs(difference).max()))
+    return worst
+
+
+@pytest.mark.rotating(3)
+@paths
+def test_log_probabilities_are_the_engines_though_the_router_has_changed(path: str) -> None:
+    group = sampled(path, paired(1e-6, seed=1), [[first] for first in range(5)])
+    later = paired(1e-6, seed=2)
+    assert gap(later, bins_of(group, replayed=False)) > 0.1
+    assert gap(later, bins_of(group, replayed=True)) < 1e-4
+
+
+@paths
+def test_log_probabilities_are_the_engines_behind_any_prompt(path: str) -> None:
+    prompts = [np.random.default_rng(n).integers(0, VOCAB, 1 + 9 * n).tolist() for n in range(4)]
+    model = paired(0.5, seed=1)  # no pair is near a tie
+    group = sampled(path, model, prompts, tokens=60)
+    assert gap(model, bins_of(group, replayed=True)) < 1e-4
+    assert gap(model, bins_of(group, replayed=False)) < 1e-4
+
+
+def test_what_keeps_experts_busy_adds_up_over_trained_places_and_reaches_the_router() -> None:
+    model = paired(0.5, seed=1)
+    model.config = THREE
+    group = sampled("eager", model, [[first] for first in range(5)])
+    total, trained = torch.zeros(()), 0
+    for made in bins_of(group, replayed=True):
+        out = forward(model, made)
+        assert out.aux_loss is not None
+        total, trained = total + out.aux_loss, trained + len(out.places)
+    each = total.item() / trained / THREE.balance_coefficient
+    assert THREE.experts_per_token <= each < 2 * THREE.experts_per_token
+    total.backward()
+    gradient = cast(SparseLayer, model.layers[0]).experts.router.grad
+    assert gradient is not None and gradient.abs().max() > 0

@@ -57,9 +57,7 @@ def test_the_digest_is_that_of_what_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 6])
 @pytest.mark.parametrize("readers", [1, 2, 5])
-def test_what_any_ranks_saved_is_loaded_by_any_others(
-    tmp_path: Path, writers: int, readers: int
-) -> None:
+def test_what_any_ranks_save_any_others_load(tmp_path: Path, writers: int, readers: int) -> None:
     save_by_ranks(tmp_path, writers)
     saved = SavedRows(tmp_path)
     for rank in range(readers):
@@ -129,9 +127,7 @@ def test_a_rank_goes_on_from_its_own_files_and_what_all_have_alike(tmp_path: Pat
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_state_without_the_rows_of_one_of_its_ranks_is_refused(
-    tmp_path: Path, missing: int
-) -> None:
+def test_a_state_without_the_rows_of_a_rank_is_refused(tmp_path: Path, missing: int) -> None:
     save_by_ranks(tmp_path, 3)
     (tmp_path / name_of(missing)).unlink()
     saved = SavedRows(tmp_path)

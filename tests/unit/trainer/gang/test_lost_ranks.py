@@ -16,6 +16,7 @@ from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.redis.state import simulated_as
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
 
 LOST = RankLost("rank 1 does not answer")
 
@@ -58,49 +59,41 @@ def on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-def test_a_loss_is_told_of_after_an_outage_of_redis() -> None:
-    async def story(bench: Bench) -> None:
-        began = bench.clock.monotonic()
-        bench.state.away_until = began + 4.0
+@story_on(on_bench)
+async def test_a_loss_is_told_of_after_an_outage_of_redis(bench: Bench) -> None:
+    began = bench.clock.monotonic()
+    bench.state.away_until = began + 4.0
+    await bench.losses.note(LOST)
+    assert bench.clock.monotonic() - began >= 4.0
+    assert await bench.told() == [{"job": "j", "why": str(LOST)}]
+
+
+@story_on(on_bench)
+async def test_a_loss_whose_answer_was_lost_is_told_of_once(bench: Bench) -> None:
+    bench.state.loses_an_answer = True
+    await bench.losses.note(LOST)
+    assert len(await bench.told()) == 1
+    await bench.losses.note(LOST)
+    assert len(await bench.told()) == 2
+
+
+@story_on(on_bench)
+async def test_a_core_whose_name_is_anothers_tells_of_nothing(bench: Bench) -> None:
+    await registry.evict(bench.state, "trainer/j", bench.mesh.incarnation)
+    entry = registry.Entry("trainer/j", "trainer", incarnation="another")
+    await registry.register(bench.state, entry)
+    with pytest.raises(Fenced):
         await bench.losses.note(LOST)
-        assert bench.clock.monotonic() - began >= 4.0
-        assert await bench.told() == [{"job": "j", "why": str(LOST)}]
-
-    on_bench(story)
+    assert await bench.told() == []
 
 
-def test_a_loss_whose_answer_was_lost_is_told_of_once() -> None:
-    async def story(bench: Bench) -> None:
-        bench.state.loses_an_answer = True
+@story_on(on_bench)
+async def test_losses_without_a_step_between_them_end_the_core(bench: Bench) -> None:
+    for _ in range(LOSSES - 1):
         await bench.losses.note(LOST)
-        assert len(await bench.told()) == 1
+    bench.losses.in_a_row = 0  # a step was done
+    for _ in range(LOSSES - 1):
         await bench.losses.note(LOST)
-        assert len(await bench.told()) == 2
-
-    on_bench(story)
-
-
-def test_a_core_whose_name_is_anothers_tells_of_nothing() -> None:
-    async def story(bench: Bench) -> None:
-        await registry.evict(bench.state, "trainer/j", bench.mesh.incarnation)
-        entry = registry.Entry("trainer/j", "trainer", incarnation="another")
-        await registry.register(bench.state, entry)
-        with pytest.raises(Fenced):
-            await bench.losses.note(LOST)
-        assert await bench.told() == []
-
-    on_bench(story)
-
-
-def test_losses_without_a_step_between_them_end_the_core() -> None:
-    async def story(bench: Bench) -> None:
-        for _ in range(LOSSES - 1):
-            await bench.losses.note(LOST)
-        bench.losses.in_a_row = 0  # a step was done
-        for _ in range(LOSSES - 1):
-            await bench.losses.note(LOST)
-        with pytest.raises(RankLost, match="rank 1"):
-            await bench.losses.note(LOST)
-        assert len(await bench.told()) == 2 * LOSSES - 1
-
-    on_bench(story)
+    with pytest.raises(RankLost, match="rank 1"):
+        await bench.losses.note(LOST)
+    assert len(await bench.told()) == 2 * LOSSES - 1

@@ -1,13 +1,33 @@
-"""How hybrids come and go, without a process."""
+"""Hybrids: how they come and go, the board of a step's rounds, and sleep that fails."""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from typing import cast
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import Fenced
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.services.trainer.hybrids.hybrid import Hybrid
 from meshrl.services.trainer.hybrids.membership import HybridMembership
+from meshrl.services.trainer.hybrids.round_board import AHEAD, RoundBoard
+from meshrl.services.trainer.initial.beginning import fresh_learner
+from meshrl.sim.loop import run_virtual
+from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
+from tests.tokenizers import make_tokenizer
+from tests.unit.trainer.tiers.bench import configured
 
 
 def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:
@@ -108,3 +128,144 @@ def test_at_most_the_last_join_of_a_gang_counts(history: list[tuple[str, str, in
                 else:
                     pool.gives(gang, number, now)
         assert set(pool.stages()) == set(live)
+
+
+def board_of(count: int) -> RoundBoard:
+    board = RoundBoard()
+    board.grow(count)
+    board.closed = True
+    return board
+
+
+def test_the_core_and_hybrids_take_from_the_front() -> None:
+    board = board_of(4)
+    assert board.take(now=0.0) == 0
+    assert board.lease("g1", until=5.0) == 1
+    assert board.lease("g2", until=5.0) == 2
+    assert board.take(now=0.0) == 3
+    assert board.take(now=0.0) is None
+    assert board.lease("g1", until=5.0) is None
+
+
+def test_a_lease_that_runs_out_is_computed_by_the_core_and_counts_once() -> None:
+    board = board_of(1)
+    assert board.lease("g1", until=5.0) == 0
+    assert board.take(now=4.0) is None
+    assert board.next_expiry() == 5.0
+    assert board.take(now=5.0) == 0
+    assert board.done(0)
+    assert not board.done(0)
+    assert board.complete
+
+
+def test_what_a_hybrid_had_is_free_when_it_leaves() -> None:
+    board = board_of(2)
+    assert board.lease("g1", until=5.0) == 0
+    assert board.release("g1") and not board.release("g1")
+    assert board.lease("g2", until=5.0) == 0
+
+
+def test_a_late_round_goes_before_new_ones_and_nobody_runs_far_ahead_of_it() -> None:
+    board = RoundBoard()
+    board.grow(50)
+    assert board.lease("silent", until=5.0) == 0
+    taken = []
+    while (index := board.take(now=1.0)) is not None:
+        taken.append(index)
+        board.done(index)
+    assert taken == list(range(1, AHEAD)) and board.lease("g2", until=9.0) is None
+    assert board.take(now=5.0) == 0
+    board.done(0)
+    assert board.take(now=5.0) == AHEAD
+
+
+def test_a_result_that_cannot_be_kept_is_computed_again() -> None:
+    board = board_of(1)
+    assert board.lease("g1", until=5.0) == 0
+    assert board.claim(0) and not board.claim(0) and not board.complete
+    assert board.take(now=9.0) is None
+    board.disclaim(0)
+    assert board.take(now=1.0) == 0 and board.done(0) and board.complete
+
+
+def test_nothing_is_complete_before_the_last_round_is_known() -> None:
+    board = RoundBoard()
+    board.grow(1)
+    assert board.take(0.0) == 0 and board.done(0) and not board.complete
+    board.grow(1)
+    board.closed = True
+    assert not board.complete and board.take(0.0) == 1 and board.done(1) and board.complete
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from("tldxrg"), st.integers(0, 2))))
+def test_any_order_of_events_has_each_round_once(count: int, events: list[tuple[str, int]]) -> None:
+    board = RoundBoard()
+    board.grow(count)
+    out: dict[str, int] = {}
+    counted: list[int] = []
+    now = 0.0
+
+    def done(index: int) -> None:
+        if board.done(index):
+            counted.append(index)
+
+    for kind, who in events:
+        now += 1.0
+        gang = f"g{who}"
+        if kind == "l" and gang not in out and (leased := board.lease(gang, now + 3)) is not None:
+            out[gang] = leased
+        elif kind == "d" and gang in out:
+            done(out.pop(gang))
+        elif kind == "x":
+            out.pop(gang, None)
+        elif kind == "r":
+            out.pop(gang, None)
+            board.release(gang)
+        elif kind == "g":
+            board.grow(1)
+        elif kind == "t" and (taken := board.take(now)) is not None:
+            done(taken)
+    board.closed = True
+    while (taken := board.take(now + 1e9)) is not None:
+        done(taken)
+    assert board.complete and sorted(counted) == list(range(board.count))
+
+
+class Stubborn:
+    """A learner whose memory cannot be looked through as often as is said."""
+
+    def __init__(self, learner: Learner, fails: int) -> None:
+        self._learner, self._fails = learner, fails
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        self._fails -= 1
+        if self._fails >= 0:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        return self._learner.tensors()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._learner, name)
+
+
+@story_on(partial(run_virtual, limit_s=100.0), given=2)
+async def test_a_hybrid_whose_memory_cannot_be_given_back_is_awake_and_can_sleep_later(
+    clock: Clock, random: Random, tmp_path: Path
+) -> None:
+    def wish(tier: str, epoch: int) -> Settle:
+        return Settle(tier, epoch, turns=False, segments="", files="")
+
+    make_tokenizer(tmp_path)
+    data = JobData("j", configured("plain"), tmp_path, tmp_path)
+    mesh = alone("hybrid/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
+    learner = Stubborn(fresh_learner(data), fails=1)
+    hybrid = Hybrid(mesh, data, Seat("g0", "g0.0", "j", 1), cast(Learner, learner))
+    tiers = hybrid.tiers
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        await tiers.settle(wish("memory", 1))
+    assert tiers.tier == "accelerator" and hybrid.bytes > 0
+    async with clock.timeout(1.0, "the learner, which is free"), hybrid._computing():
+        pass
+    async with clock.timeout(1.0, "its sleep"):
+        assert (await tiers.settle(wish("memory", 2))).accelerator == 0
+    assert (await tiers.settle(wish("accelerator", 3))).accelerator > 0
+    hybrid.outbox.close()

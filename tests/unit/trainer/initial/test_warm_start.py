@@ -1,24 +1,62 @@
-"""The warm start and its cache."""
+"""The beginning of a job's training: warm start and its cache, first weights, turns, progress."""
 
+from __future__ import annotations
+
+import asyncio
+import tomllib
 from collections import deque
+from collections.abc import AsyncIterator, Generator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from meshrl.common.api.calls.interface import Interface
+from meshrl.common.api.node import GangTurn, GiveBack, TakeTurn, Worker
+from meshrl.common.api.weights import Group
+from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import ConfigError, Damaged
 from meshrl.common.base.random import Random
-from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig, WarmStartConfig
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import (
+    AlgorithmConfig,
+    LoraConfig,
+    ModelConfigSection,
+    OptimizerConfig,
+    WarmStartConfig,
+)
 from meshrl.common.job.constraints import AlgorithmName
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.services.trainer.arithmetic.learner import Learner
 from meshrl.services.trainer.bins.packing import Bin, make_bins
+from meshrl.services.trainer.core.core import TrainerCore
+from meshrl.services.trainer.core.first_version import SLICE_S
+from meshrl.services.trainer.gang.compute import Compute
 from meshrl.services.trainer.initial import warm_start as warm
+from meshrl.services.trainer.initial.beginning import (
+    demonstrations,
+    first_weights,
+    fresh_learner,
+    outline,
+)
 from meshrl.services.trainer.models import critic
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.sim.loop import VirtualLoop, run_virtual
+from tests.meshes import alone
+from tests.stories import story_on
+from tests.tokenizers import make_tokenizer
+from tests.unit.trainer.steps.groups_under_test import group, job
+from tests.unit.trainer.tiers.bench import Bench
 
 MODEL = ModelConfig(
     architecture="llama",
@@ -149,16 +187,12 @@ def test_held_out_prompts_are_never_demonstrated(tokenizer: Tokenizer) -> None:
     assert shown[0][1] == 0.0 and 0.9 < shown[-1][1] < 1.0
 
 
-def test_demonstrations_that_cannot_be_used_end_in_an_error_that_says_so(
-    tokenizer: Tokenizer,
-) -> None:
+def test_unusable_demonstrations_end_in_an_error_that_says_so(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"warm_start\.demonstrations"):
         run(tokenizer, max_tokens=4)
 
 
-def test_segments_are_encoded_one_by_one_and_only_the_model_s_are_trained(
-    tokenizer: Tokenizer,
-) -> None:
+def test_segments_are_encoded_singly_and_only_the_model_s_are_trained(tokenizer: Tokenizer) -> None:
     made = warm.encode([("?12=", False), ("3$", True)], tokenizer)
     assert made.tokens.tolist() == [2, 5, 6, 3, 7, 1]
     assert made.mask.tolist() == [False, False, False, False, True, True]
@@ -202,3 +236,127 @@ def test_a_damaged_cache_is_no_warm_start(
     path.write_bytes(content[:left])
     with pytest.raises(Damaged, match="a warm start"):
         warm.load(path)
+
+
+JOBS = Path(__file__).parents[3] / "mesh/jobs"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> JobData:
+    described = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
+    config = replace(job("grpo"), model=ModelConfigSection(config=described))
+    make_tokenizer(tmp_path)
+    return JobData("j", config, tmp_path, tmp_path)
+
+
+def test_a_model_is_described_without_being_made(data: JobData) -> None:
+    config, parameters = outline(data)
+    learner = fresh_learner(data)
+    assert (config, parameters) == (learner.model.config, learner.size)
+
+
+def test_without_a_warm_start_nobody_makes_a_whole_model_for_the_ranks(data: JobData) -> None:
+    adapted = replace(data, config=replace(data.config, lora=LoraConfig(rank=2)))
+    for one in (data, adapted):
+        begun = first_weights(one, lambda step, loss: None, lambda told: None)
+        with pytest.raises(StopIteration) as ended:
+            next(begun)
+        assert ended.value.value == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            "return 'a text'",
+            "returned 'a text', which is no demonstration (shows_0.py:1 in show())",
+        ),
+        ("return []", "returned [], which is no demonstration (shows_1.py:1 in show())"),
+        ("return [('1', 0), (2, 1)]", "is no demonstration (shows_2.py:1 in show())"),
+        ("\n    return {}['prompt']", "raised KeyError: 'prompt' (shows_3.py:3 in show())"),
+    ],
+)
+def test_what_is_no_demonstration_is_named_with_its_line(
+    data: JobData, body: str, said: str, request: pytest.FixtureRequest
+) -> None:
+    number = request.node.callspec.indices["body"]
+    data.modules.mkdir(exist_ok=True)
+    (data.modules / f"shows_{number}.py").write_text(f"def show(rng, progress):\n    {body}\n")
+    shows = WarmStartConfig(demonstrations=f"shows_{number}:show")
+    asked = demonstrations(replace(data, config=replace(data.config, warm_start=shows)))
+    with pytest.raises(ConfigError) as told:
+        asked(Random(0), 0.0)
+    assert said in told.value.message and told.value.where == "warm_start.demonstrations"
+
+
+KEEPER = "worker/w7"
+
+
+class TurnCalls(Interface):
+    """What of a worker's interface is about turns."""
+
+
+TurnCalls.methods = {name: Worker.methods[name] for name in ("take_turn", "give_back")}
+
+
+class Keeper(Actor):
+    interface = TurnCalls
+
+    def __init__(self) -> None:
+        self.functions: list[str] = []
+        self.held = False
+
+    @call(Worker.take_turn)
+    def take_turn(self, request: TakeTurn) -> GangTurn:
+        assert not self.held
+        self.functions.append(request.function)
+        self.held = True
+        return GangTurn(request.ticket, 60.0)
+
+    @call(Worker.give_back)
+    def give_back(self, request: GiveBack) -> None:
+        self.held = False
+
+
+@story_on(partial(run_virtual, limit_s=10000.0), given=2)
+async def test_every_slice_of_a_warm_start_runs_in_a_turn(
+    clock: Clock, random: Random, tmp_path: Path
+) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        core, keeper, worker = bench.core, Keeper(), bench.mesh(KEEPER)
+        await worker.join(keeper)
+        core.runner.turns = Turns(core.mesh, KEEPER, "g0.0", 1, enabled=True)
+        assert not await core.first._made(lambda step, loss: None, lambda told: None)
+        assert keeper.functions == ["warm_start"]
+
+        def pieces() -> Generator[None, None, str]:
+            for _ in range(3):
+                assert keeper.held
+                cast(VirtualLoop, asyncio.get_running_loop()).now += SLICE_S  # that it takes
+                yield
+            return "made"
+
+        assert await core.first.in_slices(pieces()) == "made"
+        await clock.sleep(1.0)
+        assert len(keeper.functions) > 2 and not keeper.held
+        await worker.leave()
+
+
+async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(data: JobData) -> None:
+    mesh = alone("trainer/j", SystemClock(), Random(0), SystemHost())
+    seat = Seat("g0", "g0", data.id, 1, core=True)
+    made = TrainerCore(mesh, data, seat, Compute(mesh, data.id, Rank.alone(fresh_learner(data))))
+    groups = [group([1.0, 0.0], number=number, version=0) for number in range(2)]
+
+    async def arrive() -> AsyncIterator[Group]:
+        for one in groups:
+            yield one
+
+    updates = (await made._make_step(1, "m0", made.data.config).run(arrive())).updates
+    seen = [made.stats().progress]
+    for _ in range(2):
+        await made._make_step(1, "", made.data.config).replay(groups, updates)
+        seen.append(made.stats().progress)
+    made.first.fraction = 0.5
+    seen.append(made.stats().progress)
+    assert all(before != after for before, after in pairwise(seen)), seen

@@ -1,6 +1,8 @@
 """Off-policy corrections and KL terms, held to their formulas written as loops."""
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import AlgorithmConfig, JobConfig
+from meshrl.common.job.constraints import AlgorithmName
+from meshrl.services.trainer.algorithms import ALGORITHMS, algorithm, passes, refills
 from meshrl.services.trainer.arithmetic.objective import objective
 from meshrl.services.trainer.losses import kl
 from tests.unit.trainer.losses import published_formulas as plain
@@ -85,9 +91,7 @@ def test_without_a_correction_the_ratio_is_to_the_policy_that_sampled() -> None:
 
 
 @pytest.mark.parametrize("correction", ALL)
-def test_the_corrected_gradient_is_right_in_expectation_over_what_was_sampled(
-    correction: str,
-) -> None:
+def test_the_corrected_gradient_is_right_in_expectation(correction: str) -> None:
     """Of a policy over four tokens that an older one sampled: the policy gradient, while no bound
     is met.
     """
@@ -135,9 +139,7 @@ def k3(difference: float) -> tuple[float, float]:
 
 
 @given(st.floats(-300.0, 300.0))
-def test_k3_is_its_formula_and_beyond_20_nats_still_leads_back_to_the_reference(
-    difference: float,
-) -> None:
+def test_k3_is_its_formula_and_leads_back_beyond_20_nats(difference: float) -> None:
     value, slope = k3(difference)
     assert math.isfinite(value) and math.isfinite(slope)
     assert value == pytest.approx(
@@ -169,3 +171,146 @@ def test_what_a_bound_cut_is_told_apart_from_what_a_clip_cut() -> None:
     assert found.corrected.any() and found.clipped.any()
     assert not (found.corrected & found.clipped).any()
     assert (found.slope[found.corrected | found.clipped] == 0).all()
+
+
+# Algorithm, its keys, the plain loss, and how far the other policies are from the one trained.
+PUBLISHED: dict[str, tuple[AlgorithmName, dict[str, Any], plain.Loss, float]] = {
+    "grpo": ("grpo", {}, plain.grpo, 0.5),
+    "grpo as published": (
+        "grpo",
+        {"aggregation": "sequences", "clip_high": 0.2, "dual_clip": 0.0, "kl_coefficient": 0.04},
+        plain.grpo_published,
+        0.3,
+    ),
+    "dr_grpo": ("dr_grpo", {}, plain.dr_grpo, 0.3),
+    "dapo": ("dapo", {}, plain.dapo, 0.3),
+    "rloo": ("rloo", {}, plain.rloo, 0.3),
+    "reinforce_pp": ("reinforce_pp", {}, plain.reinforce_pp, 0.3),
+    "gspo": ("gspo", {}, plain.gspo, 1e-3),
+    "cispo": ("cispo", {}, plain.cispo, 0.3),
+    "ppo": ("ppo", {}, plain.ppo, 0.3),
+    "sft": ("sft", {}, plain.sft, 0.3),
+    "distill": ("distill", {}, plain.distill, 0.5),
+}
+OF_TOKENS = ("reinforce_pp", "ppo")  # their advantages differ within a trajectory
+
+
+def test_every_algorithm_is_held_to_a_formula() -> None:
+    assert {name for name, *_ in PUBLISHED.values()} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_loss_and_slope_are_those_of_the_published_formula(case: str, seed: int) -> None:
+    name, keys, loss, spread = PUBLISHED[case]
+    tokens = plain.batch(seed, spread, of_tokens=name in OF_TOKENS)
+    found, slope = plain.ours(tokens, plain.job(name, **keys))
+    assert found == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-12)
+    assert plain.alike(slope, plain.slope(loss, tokens))
+
+
+@pytest.mark.parametrize("case", [c for c in PUBLISHED if c not in ("sft", "cispo")])
+def test_the_batches_reach_both_sides_of_the_clips(case: str) -> None:
+    name, keys, _, spread = PUBLISHED[case]
+    config = plain.job(name, **keys)
+    slopes = torch.cat(
+        [plain.ours(plain.batch(s, spread), replace_kl(config))[1] for s in range(6)]
+    )
+    assert 0.05 < (slopes == 0).double().mean() < 0.95
+
+
+def replace_kl(config: JobConfig) -> JobConfig:
+    return replace(config, algorithm=replace(config.algorithm, kl_coefficient=0.0))
+
+
+@pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"distill", "sft"}))
+def test_on_policy_every_algorithm_has_the_policy_gradient(name: AlgorithmName) -> None:
+    """A / denominator for each token: what REINFORCE has (Williams 1992), RLOO's paper too."""
+    tokens = plain.batch(3)
+    tokens.behaviour = tokens.proximal = tokens.now
+    config = plain.job(name)
+    _, slope = plain.ours(tokens, config)
+    by_tokens = ALGORITHMS[name].aggregation == "tokens"
+    share = plain.weights(tokens, config) / (tokens.count if by_tokens else len(tokens.now))
+    assert torch.allclose(slope, -plain.flat(tokens.advantage) * share, rtol=1e-12)
+
+
+def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence() -> None:
+    """Of a policy over four tokens, by its exact expectation over what it samples."""
+    logits = torch.tensor([0.3, -0.2, 0.9, 0.1], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([0.1, 0.5, -0.3, 0.2], dtype=torch.float64).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - teacher)).sum(), logits, retain_graph=True
+    )
+    tokens = plain.Tokens(*[[[x] for x in logprobs.tolist()] for _ in range(6)])
+    tokens.teacher = [[x] for x in teacher.tolist()]
+    found = objective(plain.terms(tokens), logprobs.detach().exp(), AlgorithmConfig("distill"))
+    (expected,) = torch.autograd.grad(logprobs, logits, found.slope)
+    assert torch.allclose(expected, exact, rtol=1e-12)
+
+
+@pytest.mark.rotating(3)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("correction", ["none", "tis", "mis"])
+def test_any_split_of_a_batch_has_one_sum(name: AlgorithmName, correction: str, seed: int) -> None:
+    tokens = plain.batch(seed, 0.05, of_tokens=name in OF_TOKENS)
+    keys = {"correction_level": "sequence", "kl_coefficient": 0.1}
+    config = plain.job(name, correction=correction, **keys)
+    whole = objective(plain.terms(tokens), plain.weights(tokens, config), config.algorithm)
+    for cut in itertools.pairwise([0, 1, 3, 4, 5]):
+        part = plain.Tokens(*[getattr(tokens, f)[slice(*cut)] for f in tokens.__slots__])
+        found = objective(plain.terms(part), plain.weights(part, config), config.algorithm)
+        before = sum(len(one) for one in tokens.now[: cut[0]])
+        inside = slice(before, before + part.count)
+        assert torch.allclose(found.losses, whole.losses[inside], rtol=1e-12)
+        assert torch.allclose(found.slope, whole.slope[inside], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_token_that_moved_out_of_all_bounds_stays_finite(name: AlgorithmName) -> None:
+    tokens = plain.batch(1)
+    tokens.behaviour[0][0], tokens.teacher[0][0] = -800.0, -800.0
+    tokens.reference[1][0] = -800.0
+    config = plain.job(name, kl_coefficient=0.1, correction="tis")
+    loss, slope = plain.ours(tokens, config)
+    assert math.isfinite(loss) and slope.isfinite().all()
+
+
+def test_the_job_chooses_clips_and_aggregation_in_place_of_the_algorithm() -> None:
+    tokens = plain.batch(2)
+    chosen = plain.job("dr_grpo", clip_high=0.28, aggregation="tokens")
+    assert plain.ours(tokens, chosen)[0] == plain.ours(tokens, plain.job("dapo"))[0]
+    whole = plain.ours(tokens, plain.job("dr_grpo"))[0]
+    assert plain.ours(tokens, plain.job("dr_grpo", loss_constant=1))[0] == pytest.approx(
+        whole * plain.LONGEST
+    )
+
+
+def test_a_loss_that_lacks_a_model_names_the_table_to_declare() -> None:
+    terms = replace(plain.terms(plain.batch(0)), extras={})
+    one = torch.ones_like(terms.logprobs)
+    for config, table in [
+        (AlgorithmConfig("distill"), "models.teacher"),
+        (AlgorithmConfig("grpo", kl_coefficient=0.1), "models.reference"),
+    ]:
+        with pytest.raises(ConfigError, match=table):
+            objective(terms, one, config)
+
+
+def test_a_step_scores_only_what_its_losses_ask_for() -> None:
+    assert passes(AlgorithmConfig("grpo", correction="tis")) == ()
+    assert passes(AlgorithmConfig("grpo", updates=4)) == ()
+    assert passes(AlgorithmConfig("grpo", correction="tis", updates=4)) == ("proximal",)
+    assert passes(AlgorithmConfig("ppo", correction="mis", updates=2)) == ("values", "proximal")
+
+
+def test_dynamic_sampling_is_dapo_or_asked_for() -> None:
+    assert refills(AlgorithmConfig("dapo")) and not refills(AlgorithmConfig("grpo"))
+    assert refills(AlgorithmConfig("grpo", refill_filtered=True))
+
+
+def test_an_unknown_algorithm_names_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match="reinforce_pp"):
+        algorithm("gpro")

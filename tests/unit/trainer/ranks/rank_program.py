@@ -8,11 +8,8 @@ meet as those on several hosts do. Rank 0 writes weights and the optimizer's sta
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +29,7 @@ from meshrl.services.trainer.ranks.rank import Rank, filler
 from meshrl.services.trainer.ranks.saving import write
 from meshrl.services.trainer.rows.saved import MASTER, SavedRows
 from tests.load import scaled
+from tests.unit.trainer.forking import fork_all
 from tests.unit.trainer.handing_over import load_state
 from tests.unit.trainer.ranks.batches_under_test import (
     STEPS,
@@ -170,31 +168,9 @@ def nap(rank: Rank, place: Path) -> None:
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
-def fork(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> int:
-    """The process of a rank."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        train_all(number, ranks, directory, doors)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
 def main(ranks: int, directory: Path, variants: Sequence[str]) -> int:
-    """Ends the other ranks when one of them fails; its exit status."""
     doors = {variant: listen("127.0.0.1", range(1)) for variant in variants}
-    running = {fork(number, ranks, directory, doors) for number in range(ranks)}
-    failed = 0
-    while running:
-        pid, status = os.wait()
-        running.discard(pid)
-        failed = failed or status
-        for other in running if failed else ():
-            os.kill(other, signal.SIGKILL)
-    return int(failed != 0)
+    return fork_all(lambda number: train_all(number, ranks, directory, doors), ranks)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
 from meshrl.services.trainer.arithmetic.learner import Learner, add
-from tests.load import scaled
+from tests.unit.trainer.forking import run_program
 from tests.unit.trainer.ranks.batches_under_test import (
     SHARED,
     STEPS,
@@ -24,28 +21,9 @@ from tests.unit.trainer.ranks.batches_under_test import (
     has_critic,
 )
 
-HERE = Path(__file__).parent
-PROGRAM = HERE / "rank_program.py"
+PROGRAM = Path(__file__).with_name("rank_program.py")
 RANKS = 3  # which neither the bins of a step nor the rows of most parameters are a multiple of
 SHARING = 4
-
-
-async def run_ranks(directory: Path, ranks: int, variant: str) -> None:
-    log = directory / "ranks.log"
-    child = SystemHost().spawn(
-        [sys.executable, str(PROGRAM), str(ranks), str(directory), variant],
-        name="ranks",
-        env={
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(HERE.parents[3]),
-        },
-        log=log,
-        how=Spawning(own_session=True),
-    )
-    try:
-        assert await child.wait(scaled(200.0)) == 0, log.read_text()[-4000:]
-    finally:
-        child.kill()
 
 
 def one_process(variant: str) -> tuple[Learner, list[float]]:
@@ -74,17 +52,15 @@ async def test_ranks_that_hold_a_model_in_rows_make_the_updates_of_one_process(
     that hybrids computed, and with rounds that have no bin for some rank; with a critic, and with
     adapters.
     """
-    await run_ranks(tmp_path, RANKS, variant)
+    await run_program(PROGRAM, tmp_path, str(RANKS), str(tmp_path), variant)
     assert_trained_as_one_process(variant, tmp_path, RANKS)
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("variant", SHARED)
-async def test_ranks_may_share_experts_that_others_do_not_have(
-    tmp_path: Path, variant: str
-) -> None:
-    await run_ranks(tmp_path, SHARING, variant)
+async def test_ranks_may_share_experts_that_others_lack(tmp_path: Path, variant: str) -> None:
+    await run_program(PROGRAM, tmp_path, str(SHARING), str(tmp_path), variant)
     assert_trained_as_one_process(variant, tmp_path, SHARING)
 
 

@@ -194,9 +194,7 @@ async def test_another_ranks_mistake_is_raised_as_what_it_is(gang: Gang) -> None
         await gang.compute.form()
 
 
-async def test_what_a_lost_group_began_is_not_gone_on_with_by_the_next(
-    gang: Gang, tmp_path: Path
-) -> None:
+async def test_the_next_group_leaves_what_a_lost_one_began(gang: Gang, tmp_path: Path) -> None:
     names = list(gang.compute.outline)[:2]
     staging = gang.compute.staging(How("F32", 1 << 20), "a version")
     saving = gang.compute.saving(tmp_path / "scratch/state", masters=False)
@@ -243,9 +241,7 @@ async def test_a_rank_that_is_lost_while_it_stages_ends_the_group_and_the_next_o
     await staged()
 
 
-async def test_what_hinders_a_rank_from_going_on_is_told_as_what_it_is(
-    gang: Gang, tmp_path: Path
-) -> None:
+async def test_what_hinders_a_rank_is_told_as_what_it_is(gang: Gang, tmp_path: Path) -> None:
     """It is mended then, by the same group."""
     saving = gang.compute.saving(tmp_path / "scratch/state", masters=True)
     await saving.copy(list(saving.outline), 0)
@@ -392,9 +388,7 @@ async def test_all_ranks_are_lent_a_hybrids_gradient(gang: Gang) -> None:
     assert not [path for path in (gang.directory / "lent").rglob("*") if path.is_file()]
 
 
-async def test_all_ranks_compute_with_other_settings_until_the_gang_is_formed_anew(
-    gang: Gang,
-) -> None:
+async def test_all_ranks_take_other_settings_until_the_gang_forms_anew(gang: Gang) -> None:
     algorithm = replace(VARIANTS["plain"].algorithm, clip_high=0.5)
     await gang.compute.adopt(algorithm, replace(OPTIMIZER, muon_lr=0.25))
     [order] = gang.other.ordered["adopt"]

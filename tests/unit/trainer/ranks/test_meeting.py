@@ -1,7 +1,8 @@
-"""Where ranks meet, and by which interface: on one host they stay on it."""
+"""Ranks meet where they should, notice a foreign process, and do long orders once."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from meshrl.common.base.errors import RankLost, StorageFull
 from meshrl.common.base.host.interfaces import address_of
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.weights.ways.meeting import NoPort, listen, place_of, ports_of
 from meshrl.services.trainer.ranks import interfaces
+from meshrl.services.trainer.ranks.saving import Errand
 from tests.load import scaled
 
 CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
@@ -82,9 +85,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.mark.deep
 @pytest.mark.group("meeting")
 @pytest.mark.parametrize(("which", "expected"), [(0, "=lo"), (1, "ib0")])
-def test_ranks_meet_on_loopback_unless_an_interface_is_chosen(
-    said: list[Any], which: int, expected: str
-) -> None:
+def test_ranks_meet_on_loopback_by_default(said: list[Any], which: int, expected: str) -> None:
     assert said[which] == ["lo", expected]
 
 
@@ -122,3 +123,147 @@ def test_a_store_is_at_the_first_free_port_of_those_of_the_mesh() -> None:
             assert place_of(door, "word") == f"tcp://127.0.0.1:{port}/word"
     assert ports_of("tcp://127.0.0.1:7000-7010") == range(7000, 7011)
     assert list(ports_of("tcp://127.0.0.1:*")) == [0]
+
+
+# Rank 0 waits for rank 1; a stranger connects to its port meanwhile, and stays: three times.
+FOREIGN = """
+import os, signal, socket, sys, time
+from contextlib import suppress
+from meshrl.common.api.ranks import Meeting
+from meshrl.common.base.errors import RankLost
+from meshrl.common.mesh.process import peers
+from meshrl.services.trainer.ranks.rank import join_group
+
+USER, HERE = 65534, ["127.0.0.1"]
+
+def say(text):
+    os.write(1, (text + "\\n").encode())  # a line at once: both ranks say theirs
+
+def rank(meeting, number):
+    try:
+        join_group(meeting, number, 2, "cpu")
+        say(f"rank {number} joined")
+    except RankLost as error:
+        say(f"rank {number}: {error}")
+    os._exit(0)
+
+def port_of(pid):
+    while True:
+        sockets = set()
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):  # it is closed by now
+                sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+        for row in peers.rows():
+            if row.state == peers.LISTENING and f"socket:[{row.inode}]" in sockets:
+                return row.local.port
+        time.sleep(0.01)
+
+def forked(work, *args):
+    pid = os.fork()
+    if pid == 0:
+        work(*args)
+    return pid
+
+def stranger(port, tell, user, source):
+    if user:
+        os.setresuid(user, user, user)
+    connected = socket.socket()
+    connected.bind((source, 0))
+    connected.connect(("127.0.0.1", port))
+    connected.sendall(bytes(8))
+    os.write(tell, b"!")
+    signal.pause()
+
+def meet(name, addresses, user, source):
+    meeting = Meeting(1, f"{sys.argv[1]}/{name}", float(sys.argv[2]), addresses)
+    first = forked(rank, meeting, 0)
+    told, tell = os.pipe()
+    other = forked(stranger, port_of(first), tell, user, source)
+    os.close(tell)
+    if not os.read(told, 1):
+        sys.exit("the stranger did not come so far")
+    second = forked(rank, meeting, 1)
+    os.waitpid(first, 0)
+    for pid in (other, second):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+meet("user", [], USER, "127.0.0.1")
+meet("here", HERE, 0, "127.0.0.1")
+meet("host", HERE, 0, "127.0.0.2")
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_a_gang_with_a_strangers_process_in_it_is_no_gang(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FOREIGN, str(tmp_path), str(scaled(10.0))],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])},
+        capture_output=True,
+        text=True,
+        timeout=scaled(120.0),
+    )
+    user, here, host = [line for line in ran.stdout.splitlines() if line.startswith("rank 0")]
+    assert user.startswith("rank 0: a process of user 65534 has connected"), ran
+    assert here == "rank 0 joined", ran  # nobody can tell
+    assert host.startswith("rank 0: a process at 127.0.0.2, where no rank is, has connected"), ran
+
+
+class Work:
+    """Goes on until it is let go; `ended` counts those that were given up, too."""
+
+    def __init__(self) -> None:
+        self.may, self.begun, self.ended = asyncio.Event(), 0, 0
+        self.error: Exception | None = None
+
+    async def done(self) -> int:
+        self.begun += 1
+        try:
+            await self.may.wait()
+        finally:
+            self.ended += 1
+        if self.error is not None:
+            raise self.error
+        return self.begun
+
+
+async def test_it_goes_on_between_the_answers_and_its_result_stays() -> None:
+    work, errand = Work(), Errand[int](0.0)
+    for _ in range(3):
+        assert await errand.asked(1, work.done) is None
+    work.may.set()
+    patient = 60.0
+    errand._answer_s = patient
+    for _ in range(2):  # an answer may be lost on its way
+        assert await errand.asked(1, work.done) == 1
+    assert await errand.asked(2, work.done) == 2
+
+
+async def test_another_one_ends_it_and_who_still_asks_hears_of_that() -> None:
+    first, second = Work(), Work()
+    errand = Errand[int]()
+    asking = asyncio.create_task(errand.asked(1, first.done))
+    while not first.begun:
+        await asyncio.sleep(0)
+    second.may.set()
+    assert await errand.asked(2, second.done) == 1
+    with pytest.raises(RankLost, match="given up"):
+        await asking
+    assert first.ended == 1
+
+
+async def test_who_stops_asking_does_not_end_it_and_its_error_is_told_to_all() -> None:
+    work, errand = Work(), Errand[int]()
+    asking = asyncio.create_task(errand.asked(1, work.done))
+    while not work.begun:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    work.error = StorageFull("no room")
+    work.may.set()
+    for _ in range(2):
+        with pytest.raises(StorageFull):
+            await errand.asked(1, work.done)
+    assert work.begun == 1
+    await errand.close()

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshrl.common.api.ranks import SaveRows
+from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.ranks import (
+    LentGradient,
+    Meeting,
+    RankOrder,
+    Rest,
+    RestoreRows,
+    SaveRows,
+    Trouble,
+)
+from meshrl.common.api.weights import STORE, Fetch, Weights
 from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.records.checkpoints import checkpoint_name, digests_below
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.common.weights.layout.laying import Part
+from meshrl.services.trainer.ranks.actor import RankActor
 from meshrl.services.trainer.ranks.rank import Rank
-from meshrl.services.trainer.ranks.saving import RankSaving
+from meshrl.services.trainer.ranks.saving import RankRestoring, RankSaving
+from meshrl.services.trainer.rows.saved import SavedRows, save_rows
+from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.redis.state import simulated_state
-from tests.meshes import on_sockets
+from tests.meshes import alone, on_sockets
+from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
+from tests.unit.common.base.files.harms import HARMS
+from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
 GENERATION = 1
 
@@ -81,3 +107,161 @@ async def test_a_disk_that_cannot_be_written_is_an_answer(tmp_path: Path) -> Non
     (tmp_path / "checkpoints").write_bytes(b"no directory")
     trouble = await rank.save(order("step-000-000001-aa.core"))
     assert trouble.code == "os_error" and "NotADirectory" in trouble.why
+
+
+MOMENT = torch.arange(6.0).reshape(6, 1)
+WEIGHTS = torch.full((8,), 1.0)  # of version 1, as `StoreBench.stage` has them
+
+
+class RestoringRank(Rank):
+    """Of three; it has rows, and no group."""
+
+    def __init__(self, first: int) -> None:
+        """`first`: of its two rows of the moment."""
+        super().__init__(lambda mesh: pytest.fail("it forms no group"), 1, 3, "cpu")
+        self.moment = Part((6, 1), first, torch.zeros(2, 1))
+        self.weights = Part((8,), 2, torch.zeros(3))
+
+    @property
+    def learner(self) -> Any:
+        return self
+
+    def outline(self, optimizer: bool) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def rows(self, names: Iterable[str], part: int = 0, parts: int = 1) -> dict[str, Part]:
+        return {JOB: self.weights}
+
+    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
+        fill(JOB, self.weights)
+        saved.fill("moment", self.moment)
+
+
+async def written(bench: StoreBench) -> RestoreRows:
+    """A checkpoint that three ranks have written, two rows of the moment each."""
+    await bench.submit()
+    manifest = await bench.stage(1)
+    name = checkpoint_name(0, 1, manifest)
+    directory = bench.run_dir / "checkpoints" / name
+    for rank in range(3):
+        part = {"moment": Part((6, 1), 2 * rank, MOMENT[2 * rank : 2 * rank + 2])}
+        save_rows(directory / "state", f"part-{rank:05d}-00000.safetensors", part)
+    files = digests_below(directory)
+    about = {"job": JOB, "lineage": 0, "step": 1, "weights": manifest, "files": files}
+    directory.with_name(f"{name}.json").write_bytes(sealed(about))
+    return RestoreRows(1, 0, "another", name, files, manifest)
+
+
+async def restored(bench: StoreBench, rank: Rank, order: RestoreRows) -> Trouble:
+    data = JobData(JOB, JobConfig(), bench.root, Path("/elsewhere"), own=bench.root / "away")
+    return (await RankRestoring(bench.trainer, bench.bulk, data, rank, run).restore(order)).trouble
+
+
+@pytest.mark.parametrize("first", [2, 3], ids=["as they were", "otherwise"])
+@story_on(on_store, "tmp_path")
+async def test_it_has_its_rows_however_they_were_cut(bench: StoreBench, first: int) -> None:
+    rank = RestoringRank(first)
+    assert not (await restored(bench, rank, await written(bench))).code
+    assert torch.equal(rank.moment.rows, MOMENT[first : first + 2])
+    assert torch.equal(rank.weights.rows, WEIGHTS[2:5])
+
+
+@story_on(on_store, "tmp_path")
+async def test_damage_of_the_version_is_said_as_it_was_found(bench: StoreBench) -> None:
+    """Once the store has set it aside there would be nothing but its absence to tell of."""
+    order = await written(bench)
+    asked = Fetch(order.manifest)
+    [tensor] = (await bench.trainer.ref(STORE).call(Weights.manifest, asked)).tensors
+    HARMS[0](bench.chunks.path(tensor.chunk), b"")
+    assert (await restored(bench, RestoringRank(2), order)).code == Damaged.code
+
+
+THIRD = 3
+
+
+class OwnRows(Rank):
+    """Has 100 bytes of them, and is in no process group."""
+
+    def __init__(self) -> None:
+        self.rank = 1
+
+    @property
+    def bytes(self) -> int:
+        return 100
+
+    def leave(self) -> None:
+        pass
+
+
+def bench(clock: VirtualClock, random: Random, root: Path = Path("/nowhere")) -> RankActor:
+    settings = MeshSettings(redis_url="simulated", run_root=str(root), worker="worker/w1")
+    host = SimulatedHost(clock, random.child("host"))
+    mesh = alone("rank/j/1", clock, random, host, settings=settings)
+    seat = Seat("g0", "g0.0", "j", 1, core=True, rank=1, ranks=2)
+    data = JobData("j", JobConfig(name="j"), root, root)
+    return RankActor(mesh, data, seat, OwnRows())
+
+
+def wish(tier: str, epoch: int) -> Settle:
+    return Settle(tier, epoch, turns=False, segments="", files="")
+
+
+def move(tier: str) -> Rest:
+    return Rest(THIRD, "move", tier, {"tier": tier})
+
+
+@story_on(partial(run_virtual, limit_s=10000.0), given=2)
+async def test_it_is_absent_only_once_its_rows_are_gathered(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    rank = bench(clock, random)
+    assert (await rank.settle(wish("absent", 1))).accelerator == 0, "it is of no group"
+    await rank.stand_by(RankOrder(THIRD))
+    asked = asyncio.create_task(rank.settle(wish("absent", 2)))
+    await clock.sleep(60.0)
+    assert not asked.done(), "rank 0 has its rows still to gather"
+    await rank.rest(move("absent"))
+    assert (await asked).accelerator == 100
+    await rank.rest(move("accelerator"))
+    await rank.settle(wish("accelerator", 3))
+    assert rank.published()["tier"] == Tier.ACCELERATOR
+
+
+@story_on(partial(run_virtual, limit_s=10000.0), given=2)
+async def test_one_that_begins_anew_while_its_gang_sleeps_sleeps_too_until_it_forms_again(
+    clock: VirtualClock, random: Random
+) -> None:
+    rank = bench(clock, random)
+    settled = await rank.settle(wish("disk", 5))
+    assert (settled.accelerator, settled.disk) == (0, 0)
+    assert rank.published()["tier"] == Tier.DISK
+    woken = asyncio.create_task(rank.settle(wish("accelerator", 6)))
+    await clock.sleep(60.0)
+    assert not woken.done(), "rank 0 has yet to form the gang"
+    await rank.stand_by(RankOrder(THIRD))
+    assert (await woken).accelerator == 100
+
+
+@story_on(partial(run_virtual, limit_s=10000.0), given=2)
+async def test_it_opens_no_file_that_others_name_but_where_gangs_of_its_host_meet(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    """Whatever host the process is on that calls itself rank 0, or its worker."""
+    run, secret = tmp_path / "run", tmp_path / "secret"
+    (run / "mesh" / "gangs").mkdir(parents=True)
+    secret.write_bytes(bytes(400))
+    link = run / "mesh" / "gangs" / "link"
+    link.symlink_to(secret)
+    rank = bench(clock, random, run)
+    await rank.stand_by(RankOrder(THIRD))
+    around = run / "mesh" / "gangs" / ".." / ".." / ".." / "secret"
+    for path in (secret, link, around, Path("secret")):
+        with pytest.raises(Refused, match=r"is not below .*gangs"):
+            await rank.keep(LentGradient(THIRD, 0, 100, path=str(path)))
+    with pytest.raises(Refused, match=r"is not below .*gangs"):
+        await rank.form(Meeting(THIRD, str(tmp_path / "new" / "store"), 1.0))
+    assert not (tmp_path / "new").exists()
+    others: tuple[dict[str, Any], ...] = {"files": str(tmp_path)}, {"segments": "worker/w2"}
+    for other in others:
+        with pytest.raises(Refused, match="Who says so is not its worker"):
+            await rank.settle(replace(wish("disk", 1), **other))

@@ -110,9 +110,7 @@ def cut(rewards: list[float], which: list[int]) -> Group:
     return replace(given_, truncated=np.isin(np.arange(len(rewards)), which))
 
 
-def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_and_still_counts_as_baseline() -> (
-    None
-):
+def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_but_counts_as_baseline() -> None:
     given_ = cut([1.0, np.nan, 0.0, 0.5], [1, 2])
     plain, masking = Batch(3, job()), Batch(3, job(mask_truncated=True))
     all_of_them, kept = plain.add(given_), masking.add(given_)

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from meshrl.sim.redis.state import simulated_state
 from tests.load import scaled
 from tests.meshes import alone, on_sockets
 from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
 from tests.unit.common.base.files.harms import flip
 from tests.unit.trainer.steps.groups_under_test import group, job
 
@@ -138,9 +140,7 @@ async def _training(state: State, config: JobConfig, trainer: Mesh) -> None:
     await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, trainer.token, trainer.name)
 
 
-async def test_groups_that_teach_nothing_are_replaced_until_the_step_is_full(
-    rollout: Rollout,
-) -> None:
+async def test_groups_without_signal_are_replaced_until_the_step_is_full(rollout: Rollout) -> None:
     silent, telling = await rollout.finish([1.0, 1.0], [1.0, 0.0])
     refill = Refill(CONFIG)
     taking = asyncio.ensure_future(rollout.taken(refill))
@@ -181,18 +181,14 @@ async def test_a_group_whose_arrays_do_not_fit_together_goes_back_too(rollout: R
     await rollout.replaces(good)
 
 
-async def test_tokens_that_are_staler_than_their_row_says_go_back_as_stale(
-    rollout: Rollout,
-) -> None:
+async def test_tokens_staler_than_their_row_says_go_back_as_stale(rollout: Rollout) -> None:
     stale, good = await rollout.finish([1.0, 0.0], [1.0, 0.0])
     await rollout.replaces(good, stale, counted="stale_requeued")
     account = await rollout.account()
     assert (account["stale_requeued"], account["host_lost"]) == (2, 0)
 
 
-async def test_a_group_whose_file_is_damaged_goes_back_and_is_told(
-    rollout: Rollout, tmp_path: Path
-) -> None:
+async def test_a_group_of_a_damaged_file_goes_back(rollout: Rollout, tmp_path: Path) -> None:
     ids = await rollout.finish([1.0, 0.0], [1.0, 0.0])
     leased = await groups.lease_groups(
         rollout.mesh.state, JOB, rollout.mesh.name, rollout.mesh.token, 1
@@ -219,36 +215,36 @@ async def test_what_a_failed_member_sampled_makes_its_group_no_older(rollout: Ro
 
 
 @pytest.mark.parametrize("still", ["asleep", "paused"])
-def test_who_sleeps_or_is_paused_waits_for_nobody_and_then_from_the_beginning(still: str) -> None:
-    async def main(clock: VirtualClock, random: Random) -> None:
-        mesh = alone("trainer/job", clock, random, SimulatedHost(clock, random.child("host")))
-        await mesh.join(None)
-        await _training(mesh.state, CONFIG, mesh)
-        intake = Intake(mesh, BulkClient(mesh), JOB)
-        taking = asyncio.ensure_future(anext(intake.groups(1, lambda group: False)))
+@story_on(partial(run_virtual, limit_s=1e5), given=2)
+async def test_who_sleeps_or_is_paused_waits_for_nobody_and_then_from_the_beginning(
+    clock: VirtualClock, random: Random, still: str
+) -> None:
+    mesh = alone("trainer/job", clock, random, SimulatedHost(clock, random.child("host")))
+    await mesh.join(None)
+    await _training(mesh.state, CONFIG, mesh)
+    intake = Intake(mesh, BulkClient(mesh), JOB)
+    taking = asyncio.ensure_future(anext(intake.groups(1, lambda group: False)))
 
-        def stand(stands: bool) -> None:
-            if still == "paused":
-                mesh.job_clock.hold(stands)
-            elif stands:
-                intake.awake.clear()
-            else:
-                intake.awake.set()
+    def stand(stands: bool) -> None:
+        if still == "paused":
+            mesh.job_clock.hold(stands)
+        elif stands:
+            intake.awake.clear()
+        else:
+            intake.awake.set()
 
-        def said() -> list[float]:
-            waits = mesh.waits.published([])
-            assert all(wait["what"] == "ready groups" for wait in waits)
-            return [clock.wall() - wait["since_ms"] / 1000 for wait in waits]
+    def said() -> list[float]:
+        waits = mesh.waits.published([])
+        assert all(wait["what"] == "ready groups" for wait in waits)
+        return [clock.wall() - wait["since_ms"] / 1000 for wait in waits]
 
-        await clock.sleep(30.0)
-        assert said() == [pytest.approx(30.0, abs=0.1)]
-        stand(True)
-        await clock.sleep(3600.0)
-        assert said() == []
-        stand(False)
-        await clock.sleep(5.0)
-        assert said() == [pytest.approx(5.0, abs=0.1)]
-        taking.cancel()
-        await asyncio.gather(taking, return_exceptions=True)
-
-    run_virtual(main, limit_s=1e5)
+    await clock.sleep(30.0)
+    assert said() == [pytest.approx(30.0, abs=0.1)]
+    stand(True)
+    await clock.sleep(3600.0)
+    assert said() == []
+    stand(False)
+    await clock.sleep(5.0)
+    assert said() == [pytest.approx(5.0, abs=0.1)]
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)

@@ -11,7 +11,8 @@ import torch
 from meshrl.common.api.weights import Group
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
-from meshrl.common.job.config import JobConfig, OptimizerConfig
+from meshrl.common.job.changing import as_it_was, in_force
+from meshrl.common.job.config import BudgetConfig, JobConfig, OptimizerConfig
 from meshrl.common.job.constraints import AlgorithmName
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.architecture.config import ModelConfig
@@ -97,9 +98,7 @@ async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
 
 
 @pytest.mark.parametrize("kind", ["tokens", "sequences", "constant"])
-async def test_a_masked_trajectory_has_no_part_in_the_gradient_nor_in_what_divides_it(
-    kind: str,
-) -> None:
+async def test_a_masked_trajectory_has_no_part_in_gradient_or_divisor(kind: str) -> None:
     """The step is that on the others alone, with the advantages that the whole group gave them."""
     config = job("grpo", mask_truncated=True, aggregation=kind)
     masked = [replace(one, truncated=np.array([False, True, False])) for one in groups()]
@@ -147,9 +146,7 @@ async def test_a_step_makes_as_many_updates_as_it_was_told_to(
 
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("name", ["dr_grpo", "grpo", "gspo"])
-async def test_a_step_tells_what_its_sums_were_divided_by(
-    name: AlgorithmName, updates: int
-) -> None:
+async def test_a_step_tells_the_divisors_of_its_sums(name: AlgorithmName, updates: int) -> None:
     config = job(name, updates=updates)
     done = await step(learner(config), config).run(as_they_come(silent=(3,)))
     trained = [s.trained for s in done.batch.sequences]
@@ -205,3 +202,46 @@ def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name: AlgorithmN
         assert len(bins) > 1 and torch.allclose(gradient, whole, rtol=1e-3, atol=1e-5)
         assert again.loss_sum == pytest.approx(stats.loss_sum, rel=1e-4)
         assert (again.tokens, again.clipped) == (stats.tokens, stats.clipped)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "learning rates": {"optimizer": OptimizerConfig(muon_lr=0.3, adamw_lr=0.1, clip_norm=0.5)},
+    "schedule": {"budget": BudgetConfig(steps=7)},
+    "clips": {"algorithm": job(clip_high=0.01, clip_low=0.0).algorithm},
+    "aggregation": {"algorithm": job(aggregation="constant", loss_constant=9).algorithm},
+}
+
+
+def weights_of(one: Learner) -> dict[str, torch.Tensor]:
+    return dict(one.copied_weights())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_step_is_repeated_with_the_settings_in_its_record(change: str) -> None:
+    was = replace(job(), optimizer=OptimizerConfig(muon_lr=0.02, adamw_lr=0.02))
+    now = replace(was, **CHANGES[change])
+    first = learner(was)
+    done = await step(first, was).run(as_they_come())
+    record = in_force(was)
+
+    resumed = learner(was)
+    resumed.adopt(now.algorithm, now.optimizer)  # as a trainer starts on the changed job
+    then = as_it_was(now, record)
+    assert then == was
+    resumed.adopt(then.algorithm, then.optimizer)
+    await step(resumed, then).replay(groups(), done.updates)
+    expected = weights_of(first)
+    assert all(torch.equal(t, expected[name]) for name, t in weights_of(resumed).items())
+
+    other = learner(was)
+    other.adopt(now.algorithm, now.optimizer)
+    await step(other, now).replay(groups(), done.updates)
+    assert not all(torch.equal(t, expected[name]) for name, t in weights_of(other).items())
+
+
+def test_what_is_recorded_is_what_a_step_computes_with() -> None:
+    recorded = in_force(job())
+    assert {"optimizer.muon_lr", "optimizer.final_lr", "budget.steps", "algorithm.clip_high"} <= (
+        set(recorded)
+    )
+    assert not {"training.checkpoint_every", "algorithm.name", "rollout.slots"} & set(recorded)

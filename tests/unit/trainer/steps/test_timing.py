@@ -1,7 +1,8 @@
-"""A step tells its phases, its intake and its rounds; a checkpoint when it is written."""
+"""Phases and parts that a step reports, and its wait for the evaluation of a version."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,24 @@ import pytest
 from meshrl.common.base.files.lines import whole
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.config import JobConfig, TrackingConfig
+from meshrl.common.job.config import (
+    BudgetConfig,
+    DatasetConfig,
+    EvaluationConfig,
+    JobConfig,
+    RewardConfig,
+    TrackingConfig,
+)
 from meshrl.common.mesh.telemetry.stopwatch import UNTIMED
+from meshrl.common.state import jobs
+from meshrl.services.trainer.core.committing import evaluated
+from meshrl.services.trainer.steps.step_parts import StepParts
 from meshrl.services.trainer.steps.timing import StepTimes
 from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
+from tests.unit.common.generation.engines_under_test import StandingClock
 
 Story = Callable[[StepTimes, VirtualClock], Awaitable[None]]
 
@@ -81,3 +94,118 @@ def test_a_job_without_traces_times_no_step(tmp_path: Path) -> None:
         times.ended(tokens=1)
 
     assert told(tmp_path, story, share=0.0) == []
+
+
+def test_parts_add_up_within_a_step_and_over_all() -> None:
+    clock = StandingClock()
+    parts = StepParts(clock.monotonic)
+    for seconds in (1.0, 3.0):
+        parts.began()
+        for _ in range(2):
+            with parts.of("stage"):
+                clock.pass_(seconds)
+        parts.took("update", 0.25)
+        parts.ended()
+    assert parts.last_seconds == {"stage": 6.0, "update": 0.25}
+    assert parts.total == {"stage": 8.0, "update": 0.5}
+
+
+def test_a_step_that_was_cut_off_shows_in_the_sum_alone() -> None:
+    clock = StandingClock()
+    parts = StepParts(clock.monotonic)
+    parts.began()
+    with pytest.raises(KeyError), parts.of("stage"):
+        clock.pass_(2.0)
+        raise KeyError
+    parts.began()
+    with parts.of("commit"):
+        clock.pass_(0.5)
+    parts.ended()
+    assert parts.last_seconds == {"commit": 0.5}
+    assert parts.total == {"stage": 2.0, "commit": 0.5}
+
+
+HOLD_S = 60.0
+
+
+class Bench:
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock = clock
+        self.mesh = alone(
+            "rollout/calc/0", clock, random, SimulatedHost(clock, random.child("host"))
+        )
+        config = JobConfig(
+            dataset=DatasetConfig(held_out="held_out.jsonl"),
+            reward=RewardConfig(use="m:f"),
+            evaluation=EvaluationConfig(every=4, hold_s=HOLD_S),
+            budget=BudgetConfig(steps=8),
+        )
+        self.data = JobData("calc", config, Path(), Path())
+
+    async def submit(self) -> None:
+        await self.mesh.join(None)
+        await jobs.submit(self.mesh.state, "calc", self.data.config.document(), "", "op")
+
+    async def record(self, version: int) -> None:
+        tag, name, token = f"step-{version}", self.mesh.name, self.mesh.token
+        await jobs.record_evaluation(
+            self.mesh.state, "calc", jobs.RecordedResult(tag, 0, version, {}), name, token
+        )
+
+    async def waited(self, version: int) -> float:
+        started = self.clock.monotonic()
+        await evaluated(self.mesh, self.data, version)
+        return self.clock.monotonic() - started
+
+
+def on_bench(story: Callable[[Bench], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        bench = Bench(clock, random)
+        await bench.submit()
+        await story(bench)
+
+    run_virtual(main, limit_s=3600.0)
+
+
+@story_on(on_bench)
+async def test_a_version_that_nobody_evaluates_holds_nothing_up(bench: Bench) -> None:
+    for version in (0, 1, 3, 8):
+        assert await bench.waited(version) == 0.0
+
+
+@story_on(on_bench)
+async def test_the_commit_waits_until_the_result_is_on_record_and_says_so(bench: Bench) -> None:
+    waiting = asyncio.ensure_future(bench.waited(4))
+    await bench.clock.sleep(20.0)
+    assert not waiting.done()
+    [wait] = bench.mesh.waits.published([])
+    assert (wait["on"], wait["what"]) == ("rollout/calc/0", "the evaluation of version 4")
+    await bench.record(4)
+    assert 20.0 <= await waiting < 21.0
+    assert await bench.waited(4) < 1.0, "a predecessor's result counts"
+
+
+@story_on(on_bench)
+async def test_training_goes_on_when_the_evaluation_does_not_come(bench: Bench) -> None:
+    assert HOLD_S <= await bench.waited(4) < HOLD_S + 1.0
+
+
+@story_on(on_bench)
+async def test_a_pause_is_no_part_of_what_the_commit_waits(bench: Bench) -> None:
+    waiting = asyncio.ensure_future(bench.waited(4))
+    await bench.clock.sleep(HOLD_S / 2)
+    bench.mesh.job_clock.hold(True)
+    await bench.clock.sleep(10 * HOLD_S)
+    assert not waiting.done() and not bench.mesh.waits.published([])
+    bench.mesh.job_clock.hold(False)
+    await bench.clock.sleep(5.0)
+    [wait] = bench.mesh.waits.published([])
+    assert bench.clock.wall() - wait["since_ms"] / 1000 <= 5.0
+    assert 11 * HOLD_S <= await waiting < 11 * HOLD_S + 1.0
+
+
+@story_on(on_bench)
+async def test_a_job_that_has_ended_is_not_waited_for(bench: Bench) -> None:
+    state, name, token = bench.mesh.state, bench.mesh.name, bench.mesh.token
+    await jobs.set_phase(state, "calc", jobs.Phase.STOPPED, token, name)
+    assert await bench.waited(4) < 1.0

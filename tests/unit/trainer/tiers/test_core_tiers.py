@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from meshrl.services.trainer.core.position import committed_of
 from meshrl.services.trainer.core.sleeping import COMMIT_S
 from meshrl.services.trainer.versions.publishing import VersionIdentity
 from meshrl.sim.loop import run_virtual
+from tests.stories import story_on
 from tests.unit.trainer.tiers.bench import Bench
 
 STEPS = 2
 TIERS = ("accelerator", "memory", "disk")
+in_virtual_time = story_on(partial(run_virtual, limit_s=1e6), given=2)
 
 
 def undisturbed(directory: Path, variant: str) -> list[str]:
@@ -34,6 +37,12 @@ def undisturbed(directory: Path, variant: str) -> list[str]:
     run_virtual(main, limit_s=1e6)
     assert len(set(found)) == STEPS
     return found
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> list[str]:
+    """Digests after each step of a core that never sleeps."""
+    return undisturbed(tmp_path, "plain")
 
 
 @pytest.mark.parametrize("variant", ["plain", "critic", "adapters", "bfloat16"])
@@ -68,144 +77,132 @@ def test_any_sequence_of_tiers_leaves_the_same_bits(variant: str, tmp_path: Path
 
 
 @pytest.mark.rotating(3)
-def test_a_step_waits_where_it_is_while_the_core_sleeps(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path, "plain")
-
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            await bench.settle("disk")
-            step = asyncio.create_task(bench.step(1))
-            await clock.sleep(5000.0)  # no deadline of its own runs
-            assert not step.done()
-            assert bench.core.nap.total_s == pytest.approx(5000.0)
-            tensors = bench.learner.tensors().values()
-            sizes = {tensor.untyped_storage().nbytes() for tensor in tensors}
-            assert sizes == {0}, "memory that is not given back"
-            await bench.settle("accelerator")
-            await step
-            assert bench.digest() == expected[0]
-
-    run_virtual(main, limit_s=1e6)
+@in_virtual_time
+async def test_a_step_waits_where_it_is_while_the_core_sleeps(
+    clock: Clock, random: Random, tmp_path: Path, expected: list[str]
+) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        await bench.settle("disk")
+        step = asyncio.create_task(bench.step(1))
+        await clock.sleep(5000.0)  # no deadline of its own runs
+        assert not step.done()
+        assert bench.core.nap.total_s == pytest.approx(5000.0)
+        tensors = bench.learner.tensors().values()
+        sizes = {tensor.untyped_storage().nbytes() for tensor in tensors}
+        assert sizes == {0}, "memory that is not given back"
+        await bench.settle("accelerator")
+        await step
+        assert bench.digest() == expected[0]
 
 
-def test_no_room_leaves_it_where_it_was(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path, "plain")
-
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path, budget=1000) as bench:
-            for _ in range(2):
-                with pytest.raises(StorageFull, match="of the worker's 1000"):
-                    await bench.settle("memory")
-                assert bench.core.tiers.stats()["tier"] == "accelerator"
-            await bench.step(1)  # it computes on
-            await bench.settle("disk")
-            with pytest.raises(StorageFull):
+@in_virtual_time
+async def test_no_room_leaves_it_where_it_was(
+    clock: Clock, random: Random, tmp_path: Path, expected: list[str]
+) -> None:
+    async with Bench(clock, random, tmp_path, budget=1000) as bench:
+        for _ in range(2):
+            with pytest.raises(StorageFull, match="of the worker's 1000"):
                 await bench.settle("memory")
-            assert bench.core.tiers.stats()["tier"] == "disk"
-            held = await bench.settle("accelerator")
-            assert held.disk == held.memory == 0 and not files_in(tmp_path)
-            assert bench.digest() == expected[0]
-
-    run_virtual(main, limit_s=1e6)
-
-
-def test_a_file_that_is_damaged_is_set_aside_and_the_state_is_lost_by_type(tmp_path: Path) -> None:
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            held = await bench.settle("disk")
-            (file,) = files_in(tmp_path)
-            with file.open("r+b") as content:
-                content.seek(held.disk - 5)
-                content.write(b"\xff\x01\xff\x02")
-            with pytest.raises(Damaged):
-                await bench.settle("accelerator")
-            assert files_in(tmp_path / "quarantine")
             assert bench.core.tiers.stats()["tier"] == "accelerator"
-            with pytest.raises(RankLost, match="last committed step"):
-                await bench.step(1)
-            await bench.core.compute.form()  # as `_regain` does, before a checkpoint is restored
-            await bench.core.compute.begin()
-
-    run_virtual(main, limit_s=1e6)
-
-
-def test_who_asks_may_go_at_any_await_and_ask_again(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path, "plain")
-
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            for turns in range(40):
-                for tier in ("memory", "disk", "accelerator"):
-                    bench.epoch += 1
-                    wish = bench.wish(tier, bench.epoch)
-                    asking = asyncio.create_task(bench.core.tiers.settle(wish))
-                    for _ in range(turns):
-                        await asyncio.sleep(0)
-                    asking.cancel()
-                    await asyncio.gather(asking, return_exceptions=True)
-                    await bench.core.tiers.settle(wish)
-                    assert bench.core.tiers.stats()["tier"] == tier
-            await bench.step(1)
-            assert bench.digest() == expected[0]
-
-    run_virtual(main, limit_s=1e6)
-
-
-def test_one_that_was_to_end_goes_on_where_it_is_needed_all_the_same(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path, "plain")
-
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            covered = 0  # the version that it has
-            bench.core.position.covered = bench.core.checkpoints.step = covered
-            await bench.settle("absent")
-            step = asyncio.create_task(bench.step(1))
+        await bench.step(1)  # it computes on
+        await bench.settle("disk")
+        with pytest.raises(StorageFull):
             await bench.settle("memory")
+        assert bench.core.tiers.stats()["tier"] == "disk"
+        held = await bench.settle("accelerator")
+        assert held.disk == held.memory == 0 and not files_in(tmp_path)
+        assert bench.digest() == expected[0]
+
+
+@in_virtual_time
+async def test_a_file_that_is_damaged_is_set_aside_and_the_state_is_lost_by_type(
+    clock: Clock, random: Random, tmp_path: Path
+) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        held = await bench.settle("disk")
+        (file,) = files_in(tmp_path)
+        with file.open("r+b") as content:
+            content.seek(held.disk - 5)
+            content.write(b"\xff\x01\xff\x02")
+        with pytest.raises(Damaged):
             await bench.settle("accelerator")
-            await step
+        assert files_in(tmp_path / "quarantine")
+        assert bench.core.tiers.stats()["tier"] == "accelerator"
+        with pytest.raises(RankLost, match="last committed step"):
+            await bench.step(1)
+        await bench.core.compute.form()  # as `_regain` does, before a checkpoint is restored
+        await bench.core.compute.begin()
+
+
+@in_virtual_time
+async def test_who_asks_may_go_at_any_await_and_ask_again(
+    clock: Clock, random: Random, tmp_path: Path, expected: list[str]
+) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        for turns in range(40):
+            for tier in ("memory", "disk", "accelerator"):
+                bench.epoch += 1
+                wish = bench.wish(tier, bench.epoch)
+                asking = asyncio.create_task(bench.core.tiers.settle(wish))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+                await bench.core.tiers.settle(wish)
+                assert bench.core.tiers.stats()["tier"] == tier
+        await bench.step(1)
+        assert bench.digest() == expected[0]
+
+
+@in_virtual_time
+async def test_one_that_was_to_end_goes_on_where_it_is_needed_all_the_same(
+    clock: Clock, random: Random, tmp_path: Path, expected: list[str]
+) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        covered = 0  # the version that it has
+        bench.core.position.covered = bench.core.checkpoints.step = covered
+        await bench.settle("absent")
+        step = asyncio.create_task(bench.step(1))
+        await bench.settle("memory")
+        await bench.settle("accelerator")
+        await step
+        assert bench.digest() == expected[0]
+
+
+@in_virtual_time
+async def test_a_later_wish_takes_over(clock: Clock, random: Random, tmp_path: Path) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        settle = bench.core.tiers.settle
+        asked = [
+            asyncio.create_task(settle(bench.wish(tier, epoch)))
+            for epoch, tier in enumerate(("memory", "disk", "accelerator", "memory"), 1)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers[:-1]:
+            assert not isinstance(answer, Exception) or isinstance(answer, MeshError)
+        assert isinstance(answers[-1], Settled) and answers[-1].memory > 0
+        assert bench.core.tiers.epoch == 4
+
+
+@in_virtual_time
+async def test_a_process_that_starts_again_goes_on_from_what_was_kept(
+    clock: Clock, random: Random, tmp_path: Path, expected: list[str]
+) -> None:
+    for tier in ("memory", "disk"):
+        async with Bench(clock, random.child(tier), tmp_path) as bench:
+            await bench.step(1)
+            bench.core.position.weights = VersionIdentity("m1")
+            await bench.settle(tier)
+            dead, bench.core = bench.core, bench.started()
+            await dead.mesh.leave()
+            await bench.core.mesh.join(None)
+            row = Row(lineage=0, version=1, manifest="m1", checkpoint=dead.checkpoints.name)
+            assert await bench.core.sleeper.resumed(row)
             assert bench.digest() == expected[0]
-
-    run_virtual(main, limit_s=1e6)
-
-
-def test_a_later_wish_takes_over_from_one_that_is_under_way(tmp_path: Path) -> None:
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            settle = bench.core.tiers.settle
-            asked = [
-                asyncio.create_task(settle(bench.wish(tier, epoch)))
-                for epoch, tier in enumerate(("memory", "disk", "accelerator", "memory"), 1)
-            ]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            for answer in answers[:-1]:
-                assert not isinstance(answer, Exception) or isinstance(answer, MeshError)
-            assert isinstance(answers[-1], Settled) and answers[-1].memory > 0
-            assert bench.core.tiers.epoch == 4
-
-    run_virtual(main, limit_s=1e6)
-
-
-def test_a_process_that_starts_again_goes_on_from_what_was_kept(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path, "plain")
-
-    async def main(clock: Clock, random: Random) -> None:
-        for tier in ("memory", "disk"):
-            async with Bench(clock, random.child(tier), tmp_path) as bench:
-                await bench.step(1)
-                bench.core.position.weights = VersionIdentity("m1")
-                await bench.settle(tier)
-                dead, bench.core = bench.core, bench.started()
-                await dead.mesh.leave()
-                await bench.core.mesh.join(None)
-                row = Row(lineage=0, version=1, manifest="m1", checkpoint=dead.checkpoints.name)
-                assert await bench.core.sleeper.resumed(row)
-                assert bench.digest() == expected[0]
-                assert bench.core.position.version == 1 and bench.core.position.manifest == "m1"
-                assert not bench.segments.bytes and not files_in(tmp_path)
-                await bench.step(2)
-                assert bench.digest() == expected[1]
-
-    run_virtual(main, limit_s=1e6)
+            assert bench.core.position.version == 1 and bench.core.position.manifest == "m1"
+            assert not bench.segments.bytes and not files_in(tmp_path)
+            await bench.step(2)
+            assert bench.digest() == expected[1]
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -229,97 +226,89 @@ class Row(JobRow):
         {"checkpoint": "step-000-000001"},
     ],
 )
-def test_what_is_of_another_version_is_left_alone_and_removed(
-    stands: dict[str, object], tmp_path: Path
+@in_virtual_time
+async def test_what_is_of_another_version_is_left_alone_and_removed(
+    clock: Clock, random: Random, stands: dict[str, object], tmp_path: Path
 ) -> None:
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            await bench.step(1)
-            bench.core.position.weights = VersionIdentity("m")
-            await bench.settle("memory")
-            dead, bench.core = bench.core, bench.started()
-            await dead.mesh.leave()
-            await bench.core.mesh.join(None)
-            before = bench.digest()
-            about = {"lineage": 0, "version": 1, "manifest": "m", "checkpoint": ""} | stands
-            assert not await bench.core.sleeper.resumed(Row(**about))
-            assert bench.digest() == before and not bench.segments.bytes
-
-    run_virtual(main, limit_s=1e6)
+    async with Bench(clock, random, tmp_path) as bench:
+        await bench.step(1)
+        bench.core.position.weights = VersionIdentity("m")
+        await bench.settle("memory")
+        dead, bench.core = bench.core, bench.started()
+        await dead.mesh.leave()
+        await bench.core.mesh.join(None)
+        before = bench.digest()
+        about = {"lineage": 0, "version": 1, "manifest": "m", "checkpoint": ""} | stands
+        assert not await bench.core.sleeper.resumed(Row(**about))
+        assert bench.digest() == before and not bench.segments.bytes
 
 
-def test_what_was_kept_within_an_update_is_of_no_version(tmp_path: Path) -> None:
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            assert bench.core.standing()["version"] == 0
-            bench.core.enter("updating", 1)
-            assert bench.core.standing()["version"] == -1
-            bench.core.position.computed = 1
-            assert bench.core.standing()["version"] == 1
-            bench.core.position.version = 1
-            assert bench.core.standing()["version"] == 1
-            bench.core.position.whole = False  # it is being restored
-            assert bench.core.standing()["version"] == -1
-
-    run_virtual(main, limit_s=1e6)
+@in_virtual_time
+async def test_a_half_update_is_of_no_version(clock: Clock, random: Random, tmp_path: Path) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        assert bench.core.standing()["version"] == 0
+        bench.core.enter("updating", 1)
+        assert bench.core.standing()["version"] == -1
+        bench.core.position.computed = 1
+        assert bench.core.standing()["version"] == 1
+        bench.core.position.version = 1
+        assert bench.core.standing()["version"] == 1
+        bench.core.position.whole = False  # it is being restored
+        assert bench.core.standing()["version"] == -1
 
 
 @pytest.mark.parametrize(
     ("staged", "committed", "used"), [("", "m2", False), ("m1", "m2", False), ("m1", "m1", True)]
 )
-def test_a_step_that_was_not_committed_counts_if_its_weights_have_been_since(
-    staged: str, committed: str, used: bool, tmp_path: Path
+@in_virtual_time
+async def test_a_step_that_was_not_committed_counts_if_its_weights_have_been_since(
+    clock: Clock, random: Random, staged: str, committed: str, used: bool, tmp_path: Path
 ) -> None:
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            await bench.step(1)
-            core = bench.core
-            position = core.position
-            position.version, position.weights, position.computed = 0, VersionIdentity("m0"), 1
-            position.staged = (1, VersionIdentity(staged)) if staged else (0, VersionIdentity(""))
-            before = bench.digest()
-            await bench.settle("memory")
-            dead, bench.core = core, bench.started()
-            await dead.mesh.leave()
-            await bench.core.mesh.join(None)
-            row = Row(lineage=0, version=1, manifest=committed, checkpoint="")
-            assert await bench.core.sleeper.resumed(row) == used
-            assert (bench.digest() == before) == used and not bench.segments.bytes
-
-    run_virtual(main, limit_s=1e6)
+    async with Bench(clock, random, tmp_path) as bench:
+        await bench.step(1)
+        core = bench.core
+        position = core.position
+        position.version, position.weights, position.computed = 0, VersionIdentity("m0"), 1
+        position.staged = (1, VersionIdentity(staged)) if staged else (0, VersionIdentity(""))
+        before = bench.digest()
+        await bench.settle("memory")
+        dead, bench.core = core, bench.started()
+        await dead.mesh.leave()
+        await bench.core.mesh.join(None)
+        row = Row(lineage=0, version=1, manifest=committed, checkpoint="")
+        assert await bench.core.sleeper.resumed(row) == used
+        assert (bench.digest() == before) == used and not bench.segments.bytes
 
 
-def test_a_step_that_is_repeated_is_not_taken_for_computed(tmp_path: Path) -> None:
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            core = bench.core
-            core.enter("updating", 1)
-            core.position.computed, core.position.staged = 1, (1, VersionIdentity("m1"))
-            about = {"born": 0, "checkpoint": "", "checkpoint_step": 0}
-            core.go_on_from(committed_of(Row(lineage=0, version=0, manifest="m0"), about))
-            core.enter("updating", 1)  # again, and half of its updates are made
-            assert core.standing()["version"] == -1
+@in_virtual_time
+async def test_a_step_that_is_repeated_is_not_taken_for_computed(
+    clock: Clock, random: Random, tmp_path: Path
+) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        core = bench.core
+        core.enter("updating", 1)
+        core.position.computed, core.position.staged = 1, (1, VersionIdentity("m1"))
+        about = {"born": 0, "checkpoint": "", "checkpoint_step": 0}
+        core.go_on_from(committed_of(Row(lineage=0, version=0, manifest="m0"), about))
+        core.enter("updating", 1)  # again, and half of its updates are made
+        assert core.standing()["version"] == -1
 
-    run_virtual(main, limit_s=1e6)
 
-
-def test_a_step_that_waits_for_its_evaluation_refuses_an_end_and_goes_on(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path, "plain")
-
-    async def main(clock: Clock, random: Random) -> None:
-        async with Bench(clock, random, tmp_path) as bench:
-            core = bench.core
-            core.enter("updating", 1)
-            core.position.computed = 1
-            asking = asyncio.create_task(bench.settle("absent"))
-            await clock.sleep(COMMIT_S / 2)
-            assert not asking.done()
-            await clock.sleep(COMMIT_S)
-            with pytest.raises(Refused, match="step 1 is not committed"):
-                await asking
-            assert core.tiers.tier == "accelerator" and core.intake.awake.is_set()
-            core.position.updating = core.position.computed = 0
-            await bench.step(1)
-            assert bench.digest() == expected[0]
-
-    run_virtual(main, limit_s=1e6)
+@in_virtual_time
+async def test_a_step_that_waits_for_its_evaluation_refuses_an_end_and_goes_on(
+    clock: Clock, random: Random, tmp_path: Path, expected: list[str]
+) -> None:
+    async with Bench(clock, random, tmp_path) as bench:
+        core = bench.core
+        core.enter("updating", 1)
+        core.position.computed = 1
+        asking = asyncio.create_task(bench.settle("absent"))
+        await clock.sleep(COMMIT_S / 2)
+        assert not asking.done()
+        await clock.sleep(COMMIT_S)
+        with pytest.raises(Refused, match="step 1 is not committed"):
+            await asking
+        assert core.tiers.tier == "accelerator" and core.intake.awake.is_set()
+        core.position.updating = core.position.computed = 0
+        await bench.step(1)
+        assert bench.digest() == expected[0]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
 
 from loadtests.weights.contents import staged_whole
 from meshrl.common.api.trainer import Restaged
+from meshrl.common.base.errors import Damaged, NotFound
 from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.common.weights.layout.laying import How, Laid
 from meshrl.common.weights.receive import Receiver
@@ -19,6 +19,8 @@ from meshrl.services.trainer.gang.compute import Compute
 from meshrl.services.trainer.gang.saving import GangStaging
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.versions.publishing import VersionIdentity
+from tests.stories import story_on
+from tests.unit.common.base.files.harms import Harm, delete, flip
 from tests.unit.trainer.versions.test_restoring import Trained, trained
 from tests.unit.weights.store_bench import JOB
 
@@ -75,121 +77,146 @@ async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
     return core, compute
 
 
-def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(tmp_path: Path) -> None:
-    async def story(bench: Trained) -> None:
-        core, compute = await core_of(bench)
-        restage = bench.manifests[1]
-        gone = asyncio.create_task(core.restage(restage))
-        await bench.store.clock.sleep(PIECE_S / 2)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        assert await core.restage(restage) == Restaged(False, later=True), "it goes on"
-        both = await asyncio.gather(core.restage(restage), core.restage(restage))
-        assert list(both) == [Restaged(True)] * 2
-        assert (compute.stagings, compute.cut) == (2, False), "compared once, and written once"
-        assert await bench.store.stored(bench.manifests[1])
-
-    trained(tmp_path, story)
+@story_on(trained, "tmp_path")
+async def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(bench: Trained) -> None:
+    core, compute = await core_of(bench)
+    restage = bench.manifests[1]
+    gone = asyncio.create_task(core.restage(restage))
+    await bench.store.clock.sleep(PIECE_S / 2)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    assert await core.restage(restage) == Restaged(False, later=True), "it goes on"
+    both = await asyncio.gather(core.restage(restage), core.restage(restage))
+    assert list(both) == [Restaged(True)] * 2
+    assert (compute.stagings, compute.cut) == (2, False), "compared once, and written once"
+    assert await bench.store.stored(bench.manifests[1])
 
 
-def test_it_ends_with_the_core(tmp_path: Path) -> None:
-    async def story(bench: Trained) -> None:
-        core, compute = await core_of(bench)
-        asked = asyncio.create_task(core.restage(bench.manifests[1]))
-        await bench.store.clock.sleep(PIECE_S / 2)
-        await core.stop()
-        await asyncio.wait([asked])
-        assert compute.cut
-
-    trained(tmp_path, story)
+@story_on(trained, "tmp_path")
+async def test_it_ends_with_the_core(bench: Trained) -> None:
+    core, compute = await core_of(bench)
+    asked = asyncio.create_task(core.restage(bench.manifests[1]))
+    await bench.store.clock.sleep(PIECE_S / 2)
+    await core.stop()
+    await asyncio.wait([asked])
+    assert compute.cut
 
 
-def test_a_version_that_others_have_cut_otherwise_is_written_again_from_its_checkpoint(
-    tmp_path: Path,
-) -> None:
+@story_on(trained, "tmp_path")
+async def test_a_version_cut_otherwise_is_written_again_from_its_checkpoint(bench: Trained) -> None:
     """As after a resume with another number of ranks."""
-
-    async def story(bench: Trained) -> None:
-        await bench.checkpoint(2, most=64)
-        core, _ = await core_of(bench)
-        restage = bench.manifests[2]
-        while (told := await core.restage(restage)).later:
-            pass
-        assert told == Restaged(True)
-        assert await bench.store.stored(bench.manifests[2])
-
-    trained(tmp_path, story)
+    await bench.checkpoint(2, most=64)
+    core, _ = await core_of(bench)
+    restage = bench.manifests[2]
+    while (told := await core.restage(restage)).later:
+        pass
+    assert told == Restaged(True)
+    assert await bench.store.stored(bench.manifests[2])
 
 
 @pytest.mark.parametrize("gone", ["a chunk", "all chunks", "its manifest too"])
-def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it(
-    tmp_path: Path, gone: str
+@story_on(trained, "tmp_path")
+async def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_cuts_it(
+    bench: Trained, gone: str
 ) -> None:
     """Also where others have cut it: what lies in which chunk, the manifest says."""
-
-    async def story(bench: Trained) -> None:
-        store, step = bench.store, 2
-        torch.manual_seed(step)
-        bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
-        weights = bench.learner.copied_weights()
-        manifest = await staged_whole(store.trainer, store.bulk, JOB, 0, step, weights, most=100)
-        await store.commit(step, manifest, bench.names[1])
-        bench.manifests.append(manifest)
-        bench.names.append(bench.names[1])
-        core = TrainerCore(
-            store.trainer,
-            bench.data,
-            Seat("g0", "g0.0", JOB, 1, core=True),
-            Compute(store.trainer, JOB, Rank.alone(bench.learner)),
-        )
-        core.ready, core.position.version, core.position.weights = (
-            True,
-            step,
-            VersionIdentity(manifest),
-        )
-        await core.publisher.look(manifest)
-        its_own, *chunks = await bench.chunks(step)
-        before = {path: path.read_bytes() for path in chunks}
-        lost = {"a chunk": chunks[1:2], "all chunks": chunks}.get(gone, [its_own, *chunks])
-        for path in lost:
-            path.unlink()
-        await store.restart_store()
-        while (told := await core.restage(manifest)).later:
-            pass
-        assert told == Restaged(True) and len(chunks) > 3
-        assert await store.stored(manifest)
-        assert {path: path.read_bytes() for path in chunks} == before
-        image = await Receiver(store.trainer, store.bulk).receive(manifest)
-        assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
-
-    trained(tmp_path, story)
+    store, step = bench.store, 2
+    torch.manual_seed(step)
+    bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
+    weights = bench.learner.copied_weights()
+    manifest = await staged_whole(store.trainer, store.bulk, JOB, 0, step, weights, most=100)
+    await store.commit(step, manifest, bench.names[1])
+    bench.manifests.append(manifest)
+    bench.names.append(bench.names[1])
+    core = TrainerCore(
+        store.trainer,
+        bench.data,
+        Seat("g0", "g0.0", JOB, 1, core=True),
+        Compute(store.trainer, JOB, Rank.alone(bench.learner)),
+    )
+    core.ready, core.position.version, core.position.weights = (
+        True,
+        step,
+        VersionIdentity(manifest),
+    )
+    await core.publisher.look(manifest)
+    its_own, *chunks = await bench.chunks(step)
+    before = {path: path.read_bytes() for path in chunks}
+    lost = {"a chunk": chunks[1:2], "all chunks": chunks}.get(gone, [its_own, *chunks])
+    for path in lost:
+        path.unlink()
+    await store.restart_store()
+    while (told := await core.restage(manifest)).later:
+        pass
+    assert told == Restaged(True) and len(chunks) > 3
+    assert await store.stored(manifest)
+    assert {path: path.read_bytes() for path in chunks} == before
+    image = await Receiver(store.trainer, store.bulk).receive(manifest)
+    assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
 
 
-def test_weights_that_are_others_by_now_are_not_cut_as_a_manifest_says(tmp_path: Path) -> None:
-    async def story(bench: Trained) -> None:
-        await bench.checkpoint(2, most=64)
-        bench.model(2).unlink()
-        its_own, *_ = await bench.chunks(2)
-        content = its_own.read_bytes()
-        core, _ = await core_of(bench)
-        its_own.write_bytes(content)
-        bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
-        restage = bench.manifests[2]
-        while (told := await core.restage(restage)).later:
-            pass
-        assert told == Restaged(False)
-
-    trained(tmp_path, story)
+@story_on(trained, "tmp_path")
+async def test_changed_weights_are_not_cut_as_a_manifest_says(bench: Trained) -> None:
+    await bench.checkpoint(2, most=64)
+    bench.model(2).unlink()
+    its_own, *_ = await bench.chunks(2)
+    content = its_own.read_bytes()
+    core, _ = await core_of(bench)
+    its_own.write_bytes(content)
+    bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
+    restage = bench.manifests[2]
+    while (told := await core.restage(restage)).later:
+        pass
+    assert told == Restaged(False)
 
 
-def test_what_its_checkpoint_has_no_more_is_not_written_again(tmp_path: Path) -> None:
-    async def story(bench: Trained) -> None:
-        await bench.checkpoint(2, most=64)
-        bench.model(2).unlink()
-        core, _ = await core_of(bench)
-        restage = bench.manifests[2]
-        while (told := await core.restage(restage)).later:
-            pass
-        assert told == Restaged(False)
+@story_on(trained, "tmp_path")
+async def test_what_its_checkpoint_has_no_more_is_not_written_again(bench: Trained) -> None:
+    await bench.checkpoint(2, most=64)
+    bench.model(2).unlink()
+    core, _ = await core_of(bench)
+    restage = bench.manifests[2]
+    while (told := await core.restage(restage)).later:
+        pass
+    assert told == Restaged(False)
 
-    trained(tmp_path, story)
+
+async def staged(bench: Trained) -> None:
+    """The weights of step 2 lie in the store."""
+    bench.learner.apply(torch.ones(bench.learner.size), 1.0, 1.0)
+    bench.manifests.append((await bench.publisher.stage(0, 2, bench.manifests[-1])).digest)
+    bench.weights.append(bench.learner.copied_weights())
+
+
+async def checkpoint(bench: Trained) -> None:
+    await bench.checkpoints.begin(0, 2, VersionIdentity(bench.manifests[2]), {"version": 2})
+    await bench.checkpoints.settled(required=True)
+    bench.names.append(bench.checkpoints.name)
+
+
+@pytest.mark.parametrize("harm", [flip, delete], ids=lambda harm: harm.__name__)
+@story_on(trained, "tmp_path")
+async def test_what_is_damaged_before_its_use_is_written_again(bench: Trained, harm: Harm) -> None:
+    await staged(bench)
+    for path in await bench.chunks(2):
+        harm(path, b"of another")
+    await bench.store.restart_store()  # which remembers manifests
+    await checkpoint(bench)
+    chunks = await bench.chunks(2)
+    assert await bench.store.stored(bench.manifests[2])
+    for path in chunks:
+        path.unlink()
+    await bench.store.restart_store()
+    assert await bench.usable() == 2, "the checkpoint's own model is that version"
+
+
+@story_on(trained, "tmp_path")
+async def test_weights_that_have_changed_are_not_taken_for_the_version(bench: Trained) -> None:
+    await staged(bench)
+    for path in await bench.chunks(2):
+        path.unlink()
+    await bench.store.restart_store()
+    bench.learner.load_weights(bench.weights[1])
+    with pytest.raises((Damaged, NotFound)):
+        await checkpoint(bench)
+    assert bench.checkpoints.name == bench.names[-1], "the one before"

@@ -5,8 +5,11 @@ the one before, or fails by name.
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from meshrl.common.base.errors import ConfigError, Damaged
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig, LoraConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.records.checkpoints import STATE
+from meshrl.common.records.checkpoints import STATE, all_checkpoints, manifest_of, verified
 from meshrl.common.state import events, steps
 from meshrl.common.state.pool.demand.planned import PublishedStats, planned
 from meshrl.common.state.registry import COUNTED
@@ -33,6 +36,7 @@ from meshrl.services.trainer.versions.publishing import Publisher, VersionIdenti
 from meshrl.services.trainer.versions.restoring import Restoring
 from meshrl.sim.mesh.job.arithmetic import MODEL
 from meshrl.sim.mesh.job.job import config_of, document_of
+from tests.stories import story_on
 from tests.unit.common.base.files.harms import HARMS, Harm, delete
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
@@ -150,38 +154,32 @@ def trained(
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("which", ["manifest", "state"])
-def test_the_checkpoint_before_takes_the_place_of_a_damaged_one(
-    tmp_path: Path, which: str, harm: Harm
+@story_on(trained, "tmp_path")
+async def test_the_checkpoint_before_takes_the_place_of_a_damaged_one(
+    bench: Trained, which: str, harm: Harm
 ) -> None:
-    async def story(bench: Trained) -> None:
-        assert await bench.usable() == 1
-        path = getattr(bench, which)
-        harm(path(1), path(0).read_bytes())
-        assert await bench.usable() == 0
-        [one] = await bench.told()
-        assert one["what"] == "checkpoint" and bench.names[1] in one["path"]
-        assert bench.names[0] in one["then"]
-        kept = bench.store.run_dir / "quarantine/checkpoints"
-        assert (kept / bench.names[1] / STATE).is_dir()
-        assert (kept / f"{bench.names[1]}.json").is_file() or (which, harm) == ("manifest", delete)
-        assert not bench.manifest(1).exists() and not bench.manifest(1).with_suffix("").exists()
-
-    trained(tmp_path, story)
+    assert await bench.usable() == 1
+    path = getattr(bench, which)
+    harm(path(1), path(0).read_bytes())
+    assert await bench.usable() == 0
+    [one] = await bench.told()
+    assert one["what"] == "checkpoint" and bench.names[1] in one["path"]
+    assert bench.names[0] in one["then"]
+    kept = bench.store.run_dir / "quarantine/checkpoints"
+    assert (kept / bench.names[1] / STATE).is_dir()
+    assert (kept / f"{bench.names[1]}.json").is_file() or (which, harm) == ("manifest", delete)
+    assert not bench.manifest(1).exists() and not bench.manifest(1).with_suffix("").exists()
 
 
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
-def test_weights_that_are_damaged_in_the_store_are_made_again_from_the_checkpoint(
-    tmp_path: Path, harm: Harm
-) -> None:
-    async def story(bench: Trained) -> None:
-        for path in await bench.chunks(1):
-            harm(path, b"of another")
-        await bench.store.restart_store()  # which remembers manifests
-        assert await bench.usable() == 1
-        assert await bench.store.stored(bench.manifests[1])
-        assert all("written again from" in one["then"] for one in (await bench.told())[-1:])
-
-    trained(tmp_path, story)
+@story_on(trained, "tmp_path")
+async def test_weights_damaged_in_the_store_are_made_again(bench: Trained, harm: Harm) -> None:
+    for path in await bench.chunks(1):
+        harm(path, b"of another")
+    await bench.store.restart_store()  # which remembers manifests
+    assert await bench.usable() == 1
+    assert await bench.store.stored(bench.manifests[1])
+    assert all("written again from" in one["then"] for one in (await bench.told())[-1:])
 
 
 def test_adapters_and_what_they_are_added_to_are_made_again_too(tmp_path: Path) -> None:
@@ -197,45 +195,37 @@ def test_adapters_and_what_they_are_added_to_are_made_again_too(tmp_path: Path) 
     trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))
 
 
-def test_what_is_nowhere_whole_gives_its_place_too_and_in_the_end_the_job_fails_by_name(
-    tmp_path: Path,
-) -> None:
-    async def story(bench: Trained) -> None:
-        for path in await bench.chunks(1):
-            path.unlink()
-        HARMS[0](bench.model(1), b"")
-        await bench.store.restart_store()
-        assert await bench.usable() == 0
-        state = bench.state(0)
-        HARMS[0](state, b"")
-        with pytest.raises(ConfigError, match="no checkpoint of the run is whole") as told:
-            await bench.restoring.usable(bench.names[0])
-        assert str(state) in str(told.value) and "quarantine" in told.value.fix
-        assert "the job fails" in (await bench.told())[-1]["then"]
-
-    trained(tmp_path, story)
+@story_on(trained, "tmp_path")
+async def test_a_job_whose_checkpoints_are_nowhere_whole_fails_by_name(bench: Trained) -> None:
+    for path in await bench.chunks(1):
+        path.unlink()
+    HARMS[0](bench.model(1), b"")
+    await bench.store.restart_store()
+    assert await bench.usable() == 0
+    state = bench.state(0)
+    HARMS[0](state, b"")
+    with pytest.raises(ConfigError, match="no checkpoint of the run is whole") as told:
+        await bench.restoring.usable(bench.names[0])
+    assert str(state) in str(told.value) and "quarantine" in told.value.fix
+    assert "the job fails" in (await bench.told())[-1]["then"]
 
 
-def test_an_older_checkpoint_that_lost_its_manifest_is_set_aside(tmp_path: Path) -> None:
-    async def story(bench: Trained) -> None:
-        bench.manifest(0).unlink()
-        directory = bench.manifest(0).parent
-        unfinished = [directory / f"{bench.names[0]}.cut", directory / "step-000-000009-00000000"]
-        for path in unfinished:
-            path.mkdir()
-        await bench.checkpoints.clear(bench.names[1])
-        aside = tmp_path / "quarantine/checkpoints" / bench.names[0]
-        assert (aside / "model.safetensors").is_file() and bench.model(1).is_file()
-        assert [one["aside"] for one in await bench.told()] == [str(aside)]
-        assert not any(path.exists() for path in unfinished)
-
-    trained(tmp_path, story)
+@story_on(trained, "tmp_path")
+async def test_an_older_one_without_manifest_is_set_aside(bench: Trained, tmp_path: Path) -> None:
+    bench.manifest(0).unlink()
+    directory = bench.manifest(0).parent
+    unfinished = [directory / f"{bench.names[0]}.cut", directory / "step-000-000009-00000000"]
+    for path in unfinished:
+        path.mkdir()
+    await bench.checkpoints.clear(bench.names[1])
+    aside = tmp_path / "quarantine/checkpoints" / bench.names[0]
+    assert (aside / "model.safetensors").is_file() and bench.model(1).is_file()
+    assert [one["aside"] for one in await bench.told()] == [str(aside)]
+    assert not any(path.exists() for path in unfinished)
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
-def test_training_goes_on_from_its_own_float32_weights_whatever_is_published(
-    tmp_path: Path, adapters: int
-) -> None:
+def test_training_goes_on_from_its_own_float32_weights(tmp_path: Path, adapters: int) -> None:
     """`usable` compares them bit by bit."""
 
     async def story(bench: Trained) -> None:
@@ -255,9 +245,7 @@ def test_training_goes_on_from_its_own_float32_weights_whatever_is_published(
 
 
 @pytest.mark.parametrize("which", range(3), ids=["manifest", "base", "adapters"])
-def test_what_the_store_has_lost_of_a_version_is_there_again_though_masters_are_saved(
-    tmp_path: Path, which: int
-) -> None:
+def test_what_the_store_has_lost_is_there_again_beside_masters(tmp_path: Path, which: int) -> None:
     async def story(bench: Trained) -> None:
         lost = (await bench.chunks(1))[which]
         lost.unlink()
@@ -269,20 +257,15 @@ def test_what_the_store_has_lost_of_a_version_is_there_again_though_masters_are_
     trained(tmp_path, story, replace(half, lora=LoraConfig(rank=2)))
 
 
-def test_the_checkpoint_before_takes_the_place_of_one_whose_model_cannot_be_read(
-    tmp_path: Path,
-) -> None:
+@story_on(trained, "tmp_path")
+async def test_the_one_before_takes_the_place_of_an_unreadable_model(bench: Trained) -> None:
     """Its weights are no numbers any more, and the store has lost them."""
-
-    async def story(bench: Trained) -> None:
-        next(iter(bench.learner.weights().values())).detach().fill_(float("nan"))
-        await bench.checkpoint(2)
-        for path in await bench.chunks(2):
-            path.unlink(missing_ok=True)
-        await bench.store.restart_store()
-        assert await bench.usable() == 1
-
-    trained(tmp_path, story)
+    next(iter(bench.learner.weights().values())).detach().fill_(float("nan"))
+    await bench.checkpoint(2)
+    for path in await bench.chunks(2):
+        path.unlink(missing_ok=True)
+    await bench.store.restart_store()
+    assert await bench.usable() == 1
 
 
 def planned_helped(bench: Trained, config: JobConfig) -> bool:
@@ -294,9 +277,7 @@ def planned_helped(bench: Trained, config: JobConfig) -> bool:
     return planned(row, config.document(), [told]).need.helped
 
 
-def test_adapters_that_are_published_in_float32_from_now_on_keep_the_float32_of_their_base(
-    tmp_path: Path,
-) -> None:
+def test_adapters_published_in_float32_from_now_on_keep_that_of_their_base(tmp_path: Path) -> None:
     """Which was published in bfloat16; `usable` compares bit by bit."""
     wide = replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2))
     half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
@@ -319,9 +300,7 @@ def test_adapters_that_are_published_in_float32_from_now_on_keep_the_float32_of_
     trained(tmp_path, story, half)
 
 
-def test_a_model_that_is_published_in_float32_from_now_on_is_whole_in_its_next_version(
-    tmp_path: Path,
-) -> None:
+def test_a_model_published_in_float32_from_now_on_is_whole_at_once(tmp_path: Path) -> None:
     wide = config_of(1, 1, 1, 9)
     half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
 
@@ -349,9 +328,7 @@ def test_masters_that_nobody_saved_are_not_made_of_a_narrower_version(tmp_path: 
     trained(tmp_path, story, half)
 
 
-def test_a_base_that_others_have_cut_otherwise_is_written_again_from_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_base_cut_otherwise_is_written_again_from_a_checkpoint(tmp_path: Path) -> None:
     async def story(bench: Trained) -> None:
         await bench.checkpoint(2, most=64)
         await bench.checkpoint(3)
@@ -364,3 +341,103 @@ def test_a_base_that_others_have_cut_otherwise_is_written_again_from_a_checkpoin
         assert await bench.store.stored(bench.manifests[3])
 
     trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))
+
+
+def content(path: Path) -> Any:
+    """What a file holds, bit for bit; safetensors gives its header's words in any order, and so a
+    manifest has other digests each time.
+    """
+    held = path.read_bytes()
+    if path.suffix == ".safetensors":
+        data = 8 + int.from_bytes(held[:8], "little")
+        return json.loads(held[8:data]), held[data:]
+    if path.name.startswith("step-"):
+        told = manifest_of(path)
+        return told | {"files": list(told["files"])}
+    return held
+
+
+def written(root: Path, away: bool) -> dict[str, Any]:
+    """Every file below `checkpoints` of a run's home, by its path there."""
+    found: dict[str, Any] = {}
+    root.mkdir()
+
+    async def story(bench: Trained) -> None:
+        home = bench.store.run_dir / "checkpoints"
+        for path in home.rglob("*"):
+            if path.is_file():
+                name = path.relative_to(home).as_posix()
+                found[name] = content(path)
+        assert [verified(path)["step"] for path in all_checkpoints(bench.store.run_dir)] == [0, 1]
+
+    trained(root, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)), away)
+    shutil.rmtree(root)  # the next one has the same names: PEFT's settings tell of them
+    return found
+
+
+def test_a_checkpoint_is_the_same_to_the_bit_wherever_it_was_written(tmp_path: Path) -> None:
+    at_home, away = written(tmp_path / "run", False), written(tmp_path / "run", True)
+    assert at_home.keys() == away.keys() and len(at_home) > 8
+    assert [name for name in at_home if at_home[name] != away[name]] == []
+
+
+@story_on(partial(trained, away=True), "tmp_path")
+async def test_training_from_what_is_fetched_leaves_nothing(bench: Trained, tmp_path: Path) -> None:
+    assert await bench.usable() == 1
+    assert not [path for path in (tmp_path / "away").rglob("*") if path.is_file()]
+
+
+@story_on(partial(trained, away=True), "tmp_path")
+async def test_what_a_killed_process_fetched_goes_with_the_next_use(bench: Trained) -> None:
+    name = bench.store.trainer.name.replace("/", "-")
+    killed, other = (
+        bench.data.here / "restored" / of / "0123456789abcdef-step" for of in (name, "another")
+    )
+    for copy in (killed, other):
+        copy.mkdir(parents=True)
+        (copy / "part").write_bytes(b"rows")
+    assert await bench.usable() == 1
+    assert not killed.exists() and (other / "part").is_file()
+
+
+@story_on(partial(trained, away=True), "tmp_path")
+async def test_one_that_is_damaged_at_home_gives_its_place_there(bench: Trained) -> None:
+    bench.store.age(5 * 3600.0)  # what was staged of it has gone
+    await bench.store.store.sweeper.sweep()
+    HARMS[0](bench.state(1), b"")
+    assert await bench.usable() == 0
+    told = await bench.told()
+    assert told[-1]["what"] == "checkpoint" and bench.names[0] in told[-1]["then"]
+    assert (bench.store.run_dir / "quarantine/checkpoints" / bench.names[1] / STATE).is_dir()
+
+
+@pytest.mark.parametrize(
+    "lost", [slice(2), slice(1), slice(1, 2)], ids=["both", "manifest", "chunk"]
+)
+@story_on(partial(trained, away=True), "tmp_path")
+async def test_weights_are_made_again_from_the_model_at_home(
+    bench: Trained, tmp_path: Path, lost: slice
+) -> None:
+    """Of the manifest and the one chunk that they are of; what is needed of the checkpoint
+    meanwhile stays.
+    """
+    chunks = await bench.chunks(1)
+    assert len(chunks) == 2
+    for path in chunks[lost]:
+        path.unlink()
+    await bench.store.restart_store()
+    assert await bench.usable() == 1
+    assert await bench.store.stored(bench.manifests[1])
+    assert {one["what"] for one in await bench.told()} <= {"weights"}, "no checkpoint is"
+    assert not [path for path in (tmp_path / "away").rglob("*") if path.is_file()]
+
+
+@story_on(partial(trained, away=True), "tmp_path")
+async def test_what_an_earlier_start_left_is_removed_here_and_at_home(bench: Trained) -> None:
+    home, here = bench.store.run_dir / "checkpoints", bench.data.here / "checkpoints"
+    left = [home / f"{bench.names[1]}.laying", here / f"{bench.names[1]}.cut"]
+    for path in left:
+        path.mkdir(parents=True)
+    await bench.checkpoints.clear(bench.names[1])
+    assert not any(path.exists() for path in left)
+    assert bench.model(0).is_file() and bench.model(1).is_file()

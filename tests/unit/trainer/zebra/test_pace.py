@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.random import Random
 from meshrl.common.hardware.zebra.kinds import declared_profile
-from meshrl.common.hardware.zebra.profile import Profile
+from meshrl.common.hardware.zebra.profile import Profile, kind_of_table
 from meshrl.common.hardware.zebra.schedule import TaskKind
 from meshrl.common.hardware.zebra.together import expert_parallel_s, reduced_s
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
+from meshrl.common.job.pace import TRAINING_PROFILES, TrainingPace, training_profile
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.services.trainer.compute.piece_runner import Padding, PieceRunner
+from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.zebra import profiling
 from meshrl.services.trainer.zebra.alike import PacedBins
 from meshrl.services.trainer.zebra.pace import ZebraPace, pace_of
+from meshrl.services.trainer.zebra.profiling import profiled
+from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.zebra.setups import MODELS
+from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
+from tests.stories import story_on
 from tests.tokenizers import make_tokenizer
-from tests.unit.trainer.zebra.cases import CASES, QWEN, bins
+from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner
+from tests.unit.trainer.zebra.cases import CASES, MIXTRAL, QWEN, SHARED, bins
 
 PROFILE = declared_profile(MODELS["D1"].shape, "A40", "V100", link_bytes_per_s=1e9)
 
@@ -110,3 +126,130 @@ def job(directory: Path, pace: str) -> JobData:
         "training": {"ranks": 2, "pace": pace},
     }
     return JobData("it", JobConfig.from_document(document), directory, directory)
+
+
+PACE = TrainingPace(tokens_per_s=100.0, update_s=2.0)
+
+
+def local(clock: VirtualClock, random: Random, pace: TrainingPace | None = None) -> Compute:
+    mesh = alone("trainer/j", clock, random, SimulatedHost(clock, random.child("host")))
+    return Compute(mesh, "j", Rank.alone(fresh_learner("plain")), PieceRunner(mesh, pace=pace))
+
+
+@story_on(partial(run_virtual, limit_s=3600.0), given=2)
+async def test_a_step_takes_what_the_pace_says_and_makes_the_same_weights(
+    clock: VirtualClock, random: Random
+) -> None:
+    plain, paced = local(clock, random), local(clock, random, PACE)
+    bins = bins_of_step(0)
+    weights = []
+    for compute in (plain, paced):
+        began = clock.monotonic()
+        await compute.begin()
+        for index, bin in enumerate(bins):
+            await compute.compute(index, [bin])
+        await compute.apply(BINS, 1.0, 1.0)
+        took = clock.monotonic() - began
+        learner = compute.alone
+        assert learner is not None
+        weights.append(learner.copied_weights())
+    tokens = sum(len(bin.tokens) for bin in bins)
+    assert took == pytest.approx(tokens / 100.0 + 2.0, abs=1e-6)
+    for name, tensor in weights[0].items():
+        assert torch.equal(tensor, weights[1][name])
+    assert paced.late == {"paced": BINS + 1, "late": 0}
+    began = clock.monotonic()
+    await paced.score(bins, "logprobs")
+    assert clock.monotonic() - began == pytest.approx(tokens / 300.0, abs=1e-6)
+
+
+@story_on(run_virtual, given=2)
+async def test_a_piece_that_overloads_the_host_counts_as_late(clock: Clock, random: Random) -> None:
+    padding = Padding(clock)
+    for lasts_s in (0.2, 1.05, 1.2):
+        await padding.take(1.0, partial(clock.sleep, lasts_s))
+    assert padding.late == {"paced": 3, "late": 1}
+
+
+def test_a_pace_of_training_is_a_profile_or_two_numbers() -> None:
+    assert training_profile("4000/150") == TrainingPace(4000.0, 0.15)
+    fast, slow = TRAINING_PROFILES["h100-7b"], TRAINING_PROFILES["a100-7b"]
+    assert 1e3 < slow.tokens_per_s < fast.tokens_per_s < 1e5
+    for text in ("tpu", "4000", "0/10", "nan/10", "4000/-1", "4000/inf"):
+        with pytest.raises(ConfigError, match="there is no pace"):
+            training_profile(text)
+
+
+CPU = torch.device("cpu")
+WIDE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 64,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+class CpuClock(SystemClock):
+    """CPU time of this thread, which other processes do not lengthen."""
+
+    def monotonic(self) -> float:
+        return time.thread_time()
+
+
+@pytest.mark.deep
+def test_a_profile_is_of_one_layer_whatever_the_model_has() -> None:
+    found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock(), "here")
+    kind = found.kind
+    assert kind.name == "here" and kind.memory_bytes > 1e6 and found.backward > 0
+    assert kind.attention is not None and kind.head is not None
+    assert kind.attention.at == (128, 256, 512, 1024) == kind.head.at
+    assert kind.experts.at[0] == 16 and kind.experts.at[-1] == 4096
+    assert kind.experts.of(4096) > kind.experts.of(16) > 0
+    assert kind.attention.of(1024) > kind.attention.of(128)
+    assert kind_of_table(json.loads(json.dumps(found.told()))["kind"], "it") == kind
+
+
+@pytest.mark.parametrize("model", [QWEN, MIXTRAL, SHARED])
+def test_each_architecture_is_measured(model: dict[str, Any]) -> None:
+    shape = ModelConfig.from_hf(model)
+    found = profiled(shape, CPU, torch.float32, 64, CpuClock())
+    assert found.kind.attention is not None and found.kind.attention.at == (64,)
+
+
+def test_what_takes_long_is_measured_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "BUDGET_S", 0.0)
+    found = profiled(ModelConfig.from_hf(WIDE), CPU, torch.float32, 1024, CpuClock())
+    assert found.kind.experts.at == (16,)
+    assert found.kind.experts.of(32) == pytest.approx(2 * found.kind.experts.of(16))
+
+
+def test_another_model_length_or_kind_is_another_profile(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+
+    def of(name: str = "A40", bins: int = 512, **shape: Any) -> dict[str, Any]:
+        document = {
+            "name": "mixture",
+            "model": {"config": WIDE | shape},
+            "training": {"ranks": 2, "bin_tokens": bins, "zebra": {"auto": True}},
+        }
+        data = JobData("j", JobConfig.from_document(document), tmp_path, tmp_path)
+        return profiling._about(data, name)
+
+    assert of() == of()
+    assert len({json.dumps(one) for one in (of(), of("T4"), of(bins=64), of(num_experts=8))}) == 4
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"kind": {"name": 3}, "backward": 1}', "\x00"])
+def test_what_cannot_be_read_is_measured_again(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kept.json"
+    path.write_text(text)
+    assert profiling._kept(path) is None
+    assert profiling._kept(tmp_path / "none.json") is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,45 +10,26 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
 from meshrl.services.trainer.arithmetic.learner import Learner
 from meshrl.services.trainer.sharding.rows import cut
 from meshrl.services.trainer.zebra.owners import ZebraOwners
-from tests.load import scaled
+from tests.unit.trainer.forking import run_program
 from tests.unit.trainer.zebra.cases import CASES, Case, bins, one_process
 
-HERE = Path(__file__).parent
+PROGRAM = Path(__file__).with_name("zebra_program.py")
 RANKS, ROUNDS = 4, 2
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # of gradients, relative to the largest
-
-
-async def run_ranks(directory: Path, name: str) -> None:
-    log = directory / "ranks.log"
-    child = SystemHost().spawn(
-        [sys.executable, str(HERE / "zebra_program.py"), str(directory), name],
-        name="ranks",
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[3])},
-        log=log,
-        how=Spawning(own_session=True),
-    )
-    try:
-        assert await child.wait(scaled(200.0)) == 0, log.read_text()[-4000:]
-    finally:
-        child.kill()
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.rotating(len(CASES))
 @pytest.mark.parametrize("name", CASES)
-async def test_ranks_with_attention_or_experts_compute_what_one_process_does(
-    tmp_path: Path, name: str
-) -> None:
+async def test_ranks_of_two_kinds_compute_what_one_process_does(tmp_path: Path, name: str) -> None:
     """Losses, gradients, scores and what a step makes of the weights: with experts on attention
     ranks or none elsewhere, with routing that is given, layers computed again, and dense layers in
     between. Repeated rounds are equal to the last bit.
     """
-    await run_ranks(tmp_path, name)
+    await run_program(PROGRAM, tmp_path, str(tmp_path), name)
     files = [load_file(tmp_path / f"{name}-{rank}.safetensors") for rank in range(RANKS)]
     assert_as_one_process(name, CASES[name], files)
 

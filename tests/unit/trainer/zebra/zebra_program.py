@@ -6,10 +6,7 @@ its rows of the gradients, the statistics of its bins and, after a step, its row
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import traceback
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,6 +23,7 @@ from meshrl.services.trainer.ranks.rank import join_group, leave_group
 from meshrl.services.trainer.sharding.learners import GangPlace
 from meshrl.services.trainer.zebra.learner import ZebraLearner
 from tests.load import scaled
+from tests.unit.trainer.forking import fork_all
 from tests.unit.trainer.zebra.cases import ALGORITHM, CASES, OPTIMIZER, SEED, Case, bins
 
 RANKS = 4
@@ -78,31 +76,5 @@ def own_bins(case: Case, number: int, rank: int) -> list[Bin]:
     return bins(case, number)[rank * micros : (rank + 1) * micros]
 
 
-def fork(rank: int, directory: Path, name: str) -> int:
-    """The process of a rank."""
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        run_case(rank, directory, name)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def main(directory: Path, name: str) -> int:
-    """Ends the other ranks when one of them fails; its exit status."""
-    running = {fork(rank, directory, name) for rank in range(RANKS)}
-    failed = 0
-    while running:
-        pid, status = os.wait()
-        running.discard(pid)
-        failed = failed or status
-        for other in running if failed else ():
-            os.kill(other, signal.SIGKILL)
-    return int(failed != 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(fork_all(lambda rank: run_case(rank, Path(sys.argv[1]), sys.argv[2]), RANKS))

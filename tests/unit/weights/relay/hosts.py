@@ -4,38 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from meshrl.common.api.weights import STORE
-from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.digest import digest_of
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state.redis.client import State
 from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore, serve
 from meshrl.common.weights.pull.pull import Pulled, Wanted, pull
 from meshrl.common.weights.store import host_chunks
 from meshrl.services.weights.store import WeightStore
-from tests.meshes import on_sockets
+from tests.unit.weights.storing import ProcessesOnHosts
 
 CHUNK = 100_000
 
 
-class Hosts:
+class Hosts(ProcessesOnHosts):
     """`enter` makes the store; `host` another host with an agent; `fetcher` a process there."""
 
     def __init__(self, root: Path, state: State) -> None:
-        self.root, self.state = root, state
-        self.meshes: list[Mesh] = []
+        super().__init__(root, state)
         self.servers: dict[str, BulkServer] = {}  # by host
         self.clients: list[BulkClient] = []
-        self.store = ChunkStore(root / "head/store")
-
-    def process(self, name: str, host: str, **more: Any) -> Mesh:
-        root = str(self.root / host)
-        settings = MeshSettings(redis_url=self.state.url, run_root=root, host=host, **more)
-        made = on_sockets(name, self.state, SystemClock(), settings=settings)
-        self.meshes.append(made)
-        return made
 
     async def enter(self, *, bulk_address: str = "", **more: int) -> Mesh:
         mesh = self.process(STORE, "head", **more)

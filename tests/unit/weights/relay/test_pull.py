@@ -61,9 +61,7 @@ async def test_a_host_fetches_what_it_lacks_and_nothing_twice(hosts: Hosts) -> N
     fetcher.bulk._kept.close_idle(0.0)
 
 
-async def test_the_store_sends_a_version_at_most_twice_to_hosts_that_pass_it_on(
-    hosts: Hosts,
-) -> None:
+async def test_the_store_sends_a_version_at_most_twice_to_relaying_hosts(hosts: Hosts) -> None:
     for n in range(5):
         await hosts.host(f"h{n}")
     fetchers = [await hosts.fetcher(f"h{n}") for n in range(5)]
@@ -132,9 +130,7 @@ async def test_a_bit_that_a_peer_changes_is_found_and_healed(hosts: Hosts, where
 
 
 @pytest.mark.parametrize("size", [0, CHUNK // 2, 40 * CHUNK])
-async def test_a_peer_that_has_another_size_of_a_chunk_is_not_heard_out(
-    hosts: Hosts, size: int
-) -> None:
+async def test_a_peer_with_another_size_of_a_chunk_is_left(hosts: Hosts, size: int) -> None:
     wanted = hosts.version(3)
     async with far(hosts, wanted):
         hosts.cache("far").path(wanted[1].digest).write_bytes(b"x" * size)

@@ -79,9 +79,7 @@ def choices(swarm: Swarm, name: str, held: dict[str, set[str]]) -> set[tuple[str
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=20), st.integers(0, 4))
-def test_the_choice_is_one_of_all_that_could_be_made(
-    held: list[tuple[int, int]], asks: int
-) -> None:
+def test_the_choice_is_one_of_all_possible_ones(held: list[tuple[int, int]], asks: int) -> None:
     swarm, chunks = Swarm(SOURCE), [f"c{i}" for i in range(6)]
     for host in range(5):
         swarm.begins(f"e{host}", f"h{host}", f"n{host}", chunks, 0.0)

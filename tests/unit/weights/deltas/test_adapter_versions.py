@@ -1,0 +1,124 @@
+"""Versions of adapters alone: the model that they are added to lies in the store once, and stays
+while one of them does.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loadtests.weights.contents import staged_whole
+from meshrl.common.api.weights import STORE, Base, Fetch, Manifest, Weights
+from meshrl.common.base.errors import MeshError
+from meshrl.common.weights.layout.manifest import Rows, by_chunk, read_whole
+from meshrl.common.weights.receive import Receiver
+from tests.unit.weights.storing import Store
+
+JOB = "job"
+
+
+def model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"layers.{i}.qkv": torch.randn(256, 256, generator=generator) for i in range(4)}
+
+
+def adapters(version: int) -> dict[str, torch.Tensor]:
+    return {
+        f"layers.{i}.adapters.q_proj.{factor}": torch.full((2, 256), float(version + i))
+        for i in range(4)
+        for factor in "ab"
+    }
+
+
+ADAPTER_BYTES = 8 * 2 * 256 * 4
+
+
+class Versions:
+    """A base that has adapters as well, and what is staged on it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.base = store, Base(0, 0, "")
+
+    async def begin(self) -> None:
+        digest = await self._staged(0, model() | adapters(0))
+        self.base = Base(0, 0, digest)
+
+    async def add(self, version: int) -> str:
+        return await self._staged(version, adapters(version), self.base, 0.5)
+
+    async def _staged(
+        self,
+        version: int,
+        tensors: dict[str, torch.Tensor],
+        base: Base | None = None,
+        scale: float = 0.0,
+    ) -> str:
+        about = self.store.mesh, self.store.bulk, JOB, 0, version, tensors
+        return await staged_whole(*about, base=base, scale=scale)
+
+    async def manifest(self, digest: str, alone: bool) -> Manifest:
+        asked = Fetch(digest, alone)
+        found: Manifest = await self.store.mesh.ref(STORE).call(Weights.manifest, asked)
+        return found
+
+
+@pytest.fixture
+async def versions(store: Store) -> Versions:
+    made = Versions(store)
+    await made.begin()
+    return made
+
+
+async def test_a_version_costs_its_adapters(store: Store, versions: Versions) -> None:
+    for version in (1, 2, 3):
+        stored = store.bytes
+        digest = await versions.add(version)
+        assert store.bytes - stored < ADAPTER_BYTES + 4096  # the manifest is beside them
+        alone = await versions.manifest(digest, alone=True)
+        assert {piece.name for piece in alone.tensors} == adapters(0).keys()
+        assert alone.base == versions.base and alone.scale == 0.5
+
+
+async def test_anybody_gets_the_whole_model_of_a_version(store: Store, versions: Versions) -> None:
+    await versions.add(1)
+    digest = await versions.add(2)
+    image = await Receiver(store.mesh, store.bulk).receive(digest)
+    expected = model() | adapters(2)
+    assert image.tensors.keys() == expected.keys()
+    assert all(torch.equal(image.tensors[name], expected[name]) for name in expected)
+    assert image.manifest.version == 2
+    assert read_whole(store.chunks.read, digest).tensors == image.manifest.tensors
+
+
+async def test_who_has_the_base_receives_the_adapters(store: Store, versions: Versions) -> None:
+    digest = await versions.add(2)
+    wanted: dict[str, Rows | None] = dict.fromkeys(adapters(0))
+    image = await Receiver(store.mesh, store.bulk).receive(digest, wanted)
+    assert image.bytes == ADAPTER_BYTES and image.tensors.keys() == adapters(0).keys()
+
+
+async def test_a_version_whose_base_is_gone_is_refused(store: Store, versions: Versions) -> None:
+    base = await versions.manifest(versions.base.digest, alone=True)
+    for digest, pieces in by_chunk(base.tensors).items():
+        if pieces[0].name in model():
+            store.chunks.path(digest).unlink()
+    with pytest.raises(MeshError, match="is not stored"):
+        await versions.add(1)
+    store.chunks.path(versions.base.digest).unlink()
+    with pytest.raises(MeshError):
+        await versions.add(1)
+
+
+async def test_the_adapters_of_the_base_may_be_gone(store: Store, versions: Versions) -> None:
+    """A version that is made again from its own checkpoint brings nothing of them."""
+    base = await versions.manifest(versions.base.digest, alone=True)
+    own = {piece.chunk for piece in base.tensors if piece.name in adapters(0)}
+    others = {piece.chunk for piece in base.tensors} - own
+    if own & others:
+        pytest.fail("adapters lie in a chunk with what they are added to")
+    for digest in own:
+        store.chunks.path(digest).unlink()
+    digest = await versions.add(1)
+    assert (await Receiver(store.mesh, store.bulk).receive(digest)).tensors.keys() == (
+        model() | adapters(1)
+    ).keys()

@@ -1,0 +1,395 @@
+"""Versions of a run as Hugging Face directories, from the run's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshrl.common.api.weights import Manifest
+from meshrl.common.api.weights import Tensor as Described
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.base.errors import Damaged, NotFound, Refused
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, LoraConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.files.safetensors_file import NAMES
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.records.checkpoints import STATE, checkpoint_name, digests_below
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.layout.manifest import packed
+from meshrl.common.weights.output import write_version
+from meshrl.job.bundle import pack
+from meshrl.services.trainer.models import lora
+from meshrl.services.weights.export import chosen, write, write_below
+from meshrl.services.weights.versions.known import StoredVersion, versions
+from tests.attention import causal_attention
+from tests.unit.common.base.files.harms import flip
+from tests.unit.common.model.chatting import qwen3_tokenizer
+
+SHAPE = ModelConfig(
+    architecture="llama",
+    vocab_size=40,
+    hidden_size=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    ffn_size=24,
+    tie_embeddings=True,
+    max_positions=64,
+)
+TOKENS = torch.arange(10)[None]
+
+
+def model(seed: int) -> Decoder:
+    made = Decoder(SHAPE)
+    made.initialise(torch.Generator().manual_seed(seed))
+    return made
+
+
+def weights(of: Decoder) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in of.named_parameters()}
+
+
+def logits(of: Decoder) -> Tensor:
+    with torch.inference_mode():
+        return of.logits(of(TOKENS, torch.arange(10)[None], causal_attention))
+
+
+class Run:
+    """A run directory as services and the recorder leave it."""
+
+    def __init__(self, directory: Path, config: JobConfig) -> None:
+        self.directory = directory / "run"
+        bundle = directory / "bundle"
+        bundle.mkdir(parents=True)
+        self.directory.mkdir()
+        character_tokenizer("0123456789+-= ", str(bundle / "tokenizer.json"))
+        document = config.document() | {"bundle": {"dir": str(bundle), "digest": "0"}}
+        (self.directory / "job.json").write_text(json.dumps({"job": "j", "document": document}))
+        self.chunks = ChunkStore(self.directory / "store")
+
+    def store(self, tensors: dict[str, Tensor], version: int) -> str:
+        described, content = [], b""
+        for name, tensor in tensors.items():
+            raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            whole = (len(content), len(raw), 0, 0, tensor.numel())
+            described.append((name, NAMES[tensor.dtype], list(tensor.shape), whole))
+            content += raw
+        chunk = self.chunks.write(content)
+        listed = [Described(n, d, s, chunk, *whole) for n, d, s, whole in described]
+        return self.chunks.write(packed(Manifest("j", 0, version, listed)))
+
+    def chunks_of(self, manifest: str) -> set[str]:
+        return {tensor.chunk for tensor in unpack(Manifest, self.chunks.read(manifest)).tensors}
+
+    def event(self, kind: str, **fields: Any) -> None:
+        with (self.directory / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"id": "1-0", "ms": 0, "kind": kind, "fields": fields}) + "\n")
+
+    def commit(self, version: int, tensors: dict[str, Tensor], kind: str = "step") -> str:
+        digest = self.store(tensors, version)
+        self.event(kind, job="j", version=version, step=version, manifest=digest)
+        return digest
+
+
+CONFIG = JobConfig(
+    model=dataclasses.replace(JobConfig().model, config=SHAPE.to_hf()),
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path, CONFIG)
+    for version in range(4):
+        made.commit(version, weights(model(version)), "initial" if version == 0 else "step")
+    return made
+
+
+def test_each_version_has_its_own_fixed_directory(run: Run, tmp_path: Path) -> None:
+    below = tmp_path / "exports"
+    first = write_below(run.directory, below, None, False)
+    assert write_below(run.directory, below, 2, False) != first
+    before = (first / "model.safetensors").stat()
+    assert write_below(run.directory, below, 3, False) == first
+    assert (first / "model.safetensors").stat() == before
+    assert torch.equal(logits(load_model(first)[1]), logits(model(3)))
+
+
+def test_what_the_store_has_lost_is_copied_from_its_checkpoint(run: Run, tmp_path: Path) -> None:
+    held = json.loads((run.directory / "job.json").read_text())
+    data = JobData.of(held["job"], held["document"], str(run.directory))
+    tensors, manifest = weights(model(3)), versions(run.directory)[-1].manifest
+    kept = run.directory / "checkpoints" / checkpoint_name(0, 3, manifest)
+    write_version(data, SHAPE, tensors, kept, kept)
+    (kept / STATE).mkdir()
+    (kept / STATE / "shard.safetensors").write_bytes(b"state")
+    about = {"lineage": 0, "step": 3, "weights": manifest, "files": digests_below(kept)}
+    Path(f"{kept}.json").write_bytes(sealed(about))
+    [chunk] = {t.chunk for t in unpack(Manifest, run.chunks.read(manifest)).tensors}
+    flip(run.chunks.path(chunk), b"")
+    out = tmp_path / "out"
+    assert write(run.directory, out, None, False).step == 3
+    assert torch.equal(logits(load_model(out)[1]), logits(model(3)))
+    assert not (out / STATE).exists()
+    flip(kept / "model.safetensors", b"")
+    with pytest.raises(Damaged):
+        write(run.directory, out, None, False)
+
+
+def test_the_last_version_is_exported_and_reads_as_a_model(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert write(run.directory, out, None, False).step == 3
+    _, loaded = load_model(out)
+    assert torch.equal(logits(loaded), logits(model(3)))
+    assert (out / "tokenizer.json").is_file()
+    assert not (tmp_path / "out.partial").exists() and not (out / "adapter").exists()
+
+
+def test_any_version_that_is_still_stored_can_be_had(run: Run, tmp_path: Path) -> None:
+    write(run.directory, tmp_path / "out", 1, False)
+    _, loaded = load_model(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model(1)))
+
+
+def test_of_one_that_is_gone_it_says_which_there_are(run: Run) -> None:
+    gone = versions(run.directory)[1]
+    run.chunks.path(gone.manifest).unlink()
+    with pytest.raises(NotFound, match=r"step 1\. it holds those of 0, 2, 3"):
+        chosen(run.directory, 1)
+    assert chosen(run.directory).step == 3
+
+
+def test_a_version_that_lost_a_chunk_does_not_count(run: Run) -> None:
+    last = versions(run.directory)[-1]
+    for path in run.chunks.directory.glob("??/*"):
+        if path.name != last.manifest and path.stat().st_size > 10_000:
+            path.unlink()
+    with pytest.raises(NotFound, match="no version"):
+        chosen(run.directory)
+
+
+def test_steps_of_an_abandoned_lineage_are_not_the_runs(run: Run) -> None:
+    back = versions(run.directory)[1]
+    run.event("lineage", job="j", version=1, manifest=back.manifest)
+    assert chosen(run.directory) == back
+    again = run.commit(2, weights(model(9)))
+    assert [v.step for v in versions(run.directory)] == [0, 1, 2]
+    assert chosen(run.directory, 2) == StoredVersion(2, again)
+
+
+def test_the_best_version_is_the_one_that_evaluation_named(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"evaluation\.best"):
+        chosen(run.directory, the_best=True)
+    second = versions(run.directory)[2]
+    judged = {"best": True, "value": 0.5, "manifest": second.manifest}
+    run.event("evaluation", job="j", tag="step-2", step=2, **judged)
+    run.event("evaluation", job="j", tag="step-3", step=3, best=False, manifest="")
+    write(run.directory, tmp_path / "out", None, True)
+    _, loaded = load_model(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model(2)))
+
+
+def test_an_event_that_is_being_written_is_left_out(run: Run) -> None:
+    with (run.directory / "events.jsonl").open("a") as file:
+        file.write('{"id": "2-0", "kind": "st')
+    assert chosen(run.directory).step == 3
+
+
+def test_a_damaged_event_is_passed_over(run: Run, tmp_path: Path) -> None:
+    events = run.directory / "events.jsonl"
+    lines = events.read_bytes().split(b"\n")
+    lines[1] = b"\0" * len(lines[1])
+    events.write_bytes(b"\n".join(lines))
+    assert [v.step for v in versions(run.directory)] == [0, 2, 3]
+    assert write(run.directory, tmp_path / "out", None, False).step == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "it is empty"),
+        (b'{"job": "j", "docu', "not JSON"),
+        (b"{}", "names no job"),
+        (b'{"job": "j", "document": {}, "check": "0000000000000000"}', "its check says"),
+    ],
+)
+def test_a_damaged_job_file_is_named(run: Run, tmp_path: Path, content: bytes, why: str) -> None:
+    (run.directory / "job.json").write_bytes(content)
+    with pytest.raises(Damaged, match=why) as raised:
+        write(run.directory, tmp_path / "out", None, False)
+    assert str(run.directory / "job.json") in str(raised.value)
+
+
+def test_a_damaged_checkpoint_of_a_run_without_a_record_is_passed_over(run: Run) -> None:
+    (run.directory / "events.jsonl").unlink()
+    checkpoints = run.directory / "checkpoints"
+    checkpoints.mkdir()
+    for step in (1, 2):
+        digest = run.store(weights(model(step)), step)
+        path = checkpoints / f"{checkpoint_name(0, step, digest)}.json"
+        path.write_bytes(sealed({"lineage": 0, "step": step, "weights": digest, "files": {}}))
+    flip(path, b"")
+    assert [v.step for v in versions(run.directory)] == [1]
+
+
+def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(run.directory, out, 1, False)
+    write(run.directory, out, 2, False)
+    assert torch.equal(logits(load_model(out)[1]), logits(model(2)))
+    assert json.loads((out / "meshrl.json").read_text())["step"] == 2
+    base = tmp_path / "base"
+    save_model(base, SHAPE, weights(model(7)))
+    beside = tmp_path / "new.partial"
+    beside.mkdir()
+    (beside / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("a file")
+    for name in ("base", "new", "file"):
+        with pytest.raises(Refused, match="was not written by an export"):
+            write(run.directory, tmp_path / name, None, False)
+    assert torch.equal(logits(load_model(base)[1]), logits(model(7)))
+    assert (beside / "thesis.txt").is_file() and (tmp_path / "file").is_file()
+    (tmp_path / "empty").mkdir()
+    write(run.directory, tmp_path / "empty", 1, False)
+    assert torch.equal(logits(load_model(tmp_path / "empty")[1]), logits(model(1)))
+
+
+@pytest.mark.group("transformers")  # which one worker imports for all
+def test_a_run_with_adapters_is_exported_merged_and_for_peft(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    config = LoraConfig(2, 8.0)
+    run = Run(tmp_path, dataclasses.replace(CONFIG, lora=config))
+    adapted = model(0)
+    lora.adapt(adapted, config, seed=0)
+    run.commit(0, weights(adapted), "initial")
+    with torch.no_grad():
+        for name, parameter in lora.trained(adapted).items():
+            if name.endswith(".b"):
+                parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+    run.commit(1, weights(adapted))
+    out = tmp_path / "out"
+    write(run.directory, out, None, False)
+    expected = logits(adapted)
+    assert not torch.allclose(expected, logits(model(0)), atol=1e-2)
+    assert torch.allclose(logits(load_model(out)[1]), expected, atol=1e-5)
+    about = json.loads((out / "adapter/adapter_config.json").read_text())
+    base = transformers.AutoModelForCausalLM.from_pretrained(about["base_model_name_or_path"])
+    loaded = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
+    with torch.inference_mode():
+        assert torch.allclose(loaded(TOKENS).logits, expected, atol=1e-5)
+
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory as `transformers` writes it, with files of its earlier versions."""
+    import transformers
+
+    place = tmp_path_factory.mktemp("hub") / "model"
+    config = transformers.LlamaConfig(
+        vocab_size=330,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        eos_token_id=320,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[322, 320], do_sample=True, temperature=0.6, top_k=20, repetition_penalty=1.05
+    )
+    model.save_pretrained(place)
+    qwen3_tokenizer(place)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(place / "tokenizer.json"),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+        model_max_length=4096,
+    )
+    tokenizer.chat_template = {"default": CHAT, "tool_use": CHAT + "{{ tools | tojson }}"}
+    tokenizer.save_pretrained(place)
+    (place / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}\n')
+    (place / "added_tokens.json").write_text('{"<|im_end|>": 322}\n')
+    (place / "merges.txt").write_text("#version: 0.2\n")
+    (place / "README.md").write_text("not of the tokenizer\n")
+    return place
+
+
+def exported(hub: Path, tmp_path: Path, adapters: LoraConfig) -> Path:
+    """The model directory of a run that began from `hub`."""
+    config = dataclasses.replace(
+        JobConfig(lora=adapters),
+        model=dataclasses.replace(JobConfig().model, path=str(hub)),
+    )
+    run = Run(tmp_path, config)
+    bundle, document = pack(config, tmp_path, run.directory)
+    (run.directory / "job.json").write_text(json.dumps({"job": "j", "document": document}))
+    assert bundle.is_dir()
+    _, decoder = load_model(hub)
+    if adapters.rank:
+        lora.adapt(decoder, adapters, seed=0)
+    run.commit(0, weights(decoder), "initial")
+    write(run.directory, tmp_path / "out", None, False)
+    return tmp_path / "out"
+
+
+@pytest.mark.group("transformers")
+@pytest.mark.parametrize("adapters", [LoraConfig(), LoraConfig(2)], ids=["whole", "adapters"])
+def test_files_that_are_not_trained_are_exported_byte_by_byte(
+    hub: Path, tmp_path: Path, adapters: LoraConfig
+) -> None:
+    import transformers
+
+    out = exported(hub, tmp_path, adapters)
+    names = {
+        p.relative_to(hub)
+        for p in hub.rglob("*")
+        if p.is_file() and p.name not in ("config.json", "model.safetensors", "README.md")
+    }
+    assert {"chat_template.jinja", "generation_config.json", "tool_use.jinja"} <= {
+        name.name for name in names
+    }
+    for name in names:
+        assert (out / name).read_bytes() == (hub / name).read_bytes(), name
+    own, was = (transformers.AutoTokenizer.from_pretrained(place) for place in (out, hub))
+    messages = [{"role": "user", "content": "hé"}]
+    offered: list[Any] = [None, [{"type": "function", "function": {"name": "add"}}]]
+    for tools in offered:
+        assert own.apply_chat_template(messages, tools=tools) == was.apply_chat_template(
+            messages, tools=tools
+        )
+    assert own.special_tokens_map == was.special_tokens_map
+    assert own.model_max_length == was.model_max_length == 4096
+    generation = [transformers.GenerationConfig.from_pretrained(place) for place in (out, hub)]
+    assert generation[0].to_dict() == generation[1].to_dict()
+    assert generation[0].eos_token_id == [322, 320]
+
+
+@pytest.mark.group("transformers")
+def test_an_absent_generation_config_stays_absent(hub: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(hub, bare)
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    out = exported(bare, tmp_path, LoraConfig())
+    assert not (out / "generation_config.json").exists()
+    assert not (out / "tokenizer_config.json").exists()

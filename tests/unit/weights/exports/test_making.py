@@ -1,0 +1,113 @@
+"""What is made beside its place, and put there, deletes nothing but what it replaces."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.model.files.rows import load_model
+from meshrl.services.weights.export import scratch_of, write
+from meshrl.services.weights.making import MADE, MARKER, OLD, making, put
+from meshrl.services.weights.versions.known import versions
+from tests.load import scaled
+from tests.unit.weights.exports.test_export import CONFIG, Run, model, weights
+
+TIMES, AT_ONCE = 300, 3
+CLEANS = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+from meshrl.common.base.errors import Refused
+from meshrl.services.weights.making import making
+for _ in range(int(sys.argv[2])):
+    with suppress(Refused), making(Path(sys.argv[1])):
+        pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path, CONFIG)
+    made.commit(0, weights(model(0)), "initial")
+    made.commit(1, weights(model(1)))
+    return made
+
+
+def seed_of(out: Path) -> int:
+    """That of the model there."""
+    found = load_model(out)[1].state_dict()
+    [seed] = [s for s in (0, 1) if torch.equal(found["embedding"], weights(model(s))["embedding"])]
+    return seed
+
+
+def test_what_comes_to_lie_there_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(Refused, match="was not written by an export"),
+        making(scratch_of(out), out) as made,
+    ):
+        (made / MARKER).write_text("{}")
+        out.mkdir()
+        (out / "thesis.txt").write_text("years")
+        put(made, out)
+    assert (out / "thesis.txt").read_text() == "years"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_killed_one_took_away_is_there_again(run: Run, tmp_path: Path, fails: bool) -> None:
+    out = tmp_path / "out"
+    write(run.directory, out, 0, False)
+    scratch = scratch_of(out)  # as it is left between the two renames
+    (scratch / MADE).mkdir(parents=True)
+    (scratch / MARKER).touch()
+    out.rename(scratch / OLD)
+    if fails:
+        [chunk] = run.chunks_of(versions(run.directory)[1].manifest)
+        run.chunks.path(chunk).write_bytes(b"broken")
+        with pytest.raises(Damaged):
+            write(run.directory, out, 1, False)
+    else:
+        write(run.directory, out, 1, False)
+    assert seed_of(out) == (0 if fails else 1)
+    assert not scratch.exists()
+
+
+def test_one_that_cannot_take_its_place_leaves_the_one_before(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / MARKER).write_text("before")
+    with pytest.raises(OSError), making(scratch_of(out), out) as made:
+        out.rename(made.with_name(OLD))
+        made.rename(tmp_path / "nowhere" / "out")
+    assert (out / MARKER).read_text() == "before" and not scratch_of(out).exists()
+
+
+def test_an_export_is_not_taken_for_what_another_one_has_left(run: Run, tmp_path: Path) -> None:
+    mine = scratch_of(tmp_path / "out")
+    write(run.directory, mine, 0, False)
+    with pytest.raises(Refused, match="Move it away"):
+        write(run.directory, tmp_path / "out", 1, False)
+    assert seed_of(mine) == 0 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.timeout(120)
+def test_whoever_is_first_removes_it_and_the_others_go_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLEANS, str(tmp_path / "left"), str(TIMES)]
+    started = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(AT_ONCE)]
+    said = [process.communicate(timeout=scaled(100))[1].decode() for process in started]
+    assert said == [""] * AT_ONCE and not os.listdir(tmp_path)
+
+
+def test_a_file_in_its_place_is_said(tmp_path: Path) -> None:
+    for path in (tmp_path / "file", tmp_path / "link"):
+        path.symlink_to(tmp_path / "nowhere") if path.name == "link" else path.touch()
+        with pytest.raises(FileExistsError), making(path):
+            pass
+        assert os.path.lexists(path)

@@ -1,0 +1,462 @@
+"""What people ask of a run's versions, by the command line and by the program behind it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from meshrl.cli import app
+from meshrl.common.base.errors import (
+    ConfigError,
+    MeshError,
+    NotFound,
+    QuotaExceeded,
+    Refused,
+    StorageFull,
+)
+from meshrl.common.base.files.sealed import sealed
+from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.records.checkpoints import checkpoint_name
+from meshrl.directory.versions import answer, asked, command
+from meshrl.run.resuming import resume
+from meshrl.services.weights.keeping.pins import PINS, Pin, pin
+from meshrl.services.weights.making import making
+from meshrl.services.weights.versions.__main__ import answered
+from meshrl.services.weights.versions.comparing import compare
+from meshrl.services.weights.versions.exporting import BEGUN, to
+from meshrl.services.weights.versions.known import RunVersions, versions
+from tests.load import scaled
+from tests.unit.weights.exports.test_export import CONFIG, SHAPE, Run, model, weights
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Versions 0 to 3; 2 has the weights of 1 but for one element."""
+    config = replace(CONFIG, weights=replace(CONFIG.weights, keep=2, quota_gb=1.0))
+    made = Run(tmp_path, config)
+    made.commit(0, weights(model(0)), "initial")
+    made.commit(1, first := weights(model(1)))
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    second["final_norm"][3] += 0.5
+    made.commit(2, second)
+    made.commit(3, weights(model(3)))
+    return made
+
+
+def manifests(run: Run) -> list[str]:
+    return [one.manifest for one in versions(run.directory)]
+
+
+def called(run: Run, *words: str) -> str:
+    """What `meshrl weights` prints."""
+    result = CliRunner().invoke(app, ["weights", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_versions_of_a_run_are_listed_with_what_keeps_them(run: Run) -> None:
+    manifest = manifests(run)[1]
+    name = checkpoint_name(0, 1, manifest)
+    (run.directory / "checkpoints").mkdir()
+    about = {"lineage": 0, "step": 1, "weights": manifest, "files": {}}
+    (run.directory / "checkpoints" / f"{name}.json").write_bytes(sealed(about))
+    run.event("evaluation", best=True, step=0, manifest=manifests(run)[0], value=0.5)
+    found = json.loads(called(run, "list", str(run.directory), "--json"))
+    why = [(one["version"], one["why"]) for one in found["versions"]]
+    assert why == [(0, ["best"]), (1, ["checkpoint"]), (2, ["weights.keep"]), (3, ["current"])]
+    assert found["quota_bytes"] == 1 << 30
+    assert found["bytes"] == sum(one["alone"] for one in found["versions"]) > 0
+    shown = called(run, "list", str(run.directory))
+    assert re.search(rf"1 +{manifest[:8]} .*checkpoint", shown)
+    assert "4 versions of j" in shown and "of 1 GiB" in shown
+
+
+def test_a_version_is_pinned_and_unpinned_by_any_of_its_names(run: Run) -> None:
+    place, fourth = str(run.directory), manifests(run)[3]
+    for word in ("3", "0/3", "last", fourth, fourth[:6]):
+        answered(["pin", "--note=--for the paper", "--", place, word])
+        [one] = [o for o in RunVersions.of(run.directory).versions if "pinned" in o.why]
+        assert (one.manifest, one.note) == (fourth, "--for the paper")
+        again = answered(["pin", place, word])
+        assert again["was_pinned"] and again["note"] == "--for the paper"
+        ended = answered(["unpin", place, word])
+        assert ended["was_pinned"] and ended["why"] == ["current"]
+        assert not answered(["unpin", place, word])["was_pinned"]
+    assert not (run.chunks.directory / PINS / "j").exists()
+
+
+def test_what_was_pinned_is_said(run: Run) -> None:
+    place = str(run.directory)
+    assert called(run, "pin", place, "0", "--note", "-x") == "version 0 of j is pinned\n"
+    assert called(run, "unpin", place, "0") == "version 0 of j is pinned no more; it goes soon\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "said"),
+    [
+        ("7", NotFound, "does not hold version 7.*It holds 0, 1, 2, 3"),
+        ("1/3", NotFound, "does not hold version 1/3"),
+        ("best", NotFound, "evaluation.best"),
+        ("newest", ConfigError, "'newest' names no version.*LINEAGE/NUMBER, last, best"),
+        ("-1", ConfigError, "'-1' names no version"),
+        ("", ConfigError, "names no version"),
+        ("abc", ConfigError, "names no version"),
+        ("3.0", ConfigError, "names no version"),
+        ("0/", ConfigError, "names no version"),
+        ("/3", ConfigError, "names no version"),
+        ("³", ConfigError, "names no version"),
+        ("abcdef0", NotFound, "does not hold version abcdef0"),
+        ("../../etc", ConfigError, "names no version"),
+    ],
+)
+def test_what_names_no_version_is_said_with_those_there_are(
+    run: Run, word: str, error: type[MeshError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        RunVersions.of(run.directory).meant(word)
+
+
+def test_two_versions_of_a_number_are_told_apart_by_the_lineage(run: Run) -> None:
+    store = RunVersions.of(run.directory)
+    assert store.meant("2").manifest == manifests(run)[2]
+    run.event("lineage", job="j", version=1, lineage=1, manifest=manifests(run)[1])
+    left = manifests(run)
+    assert len(left) == 2
+    store = RunVersions.of(run.directory)
+    assert store.meant("last").version == 1
+    with pytest.raises(NotFound, match=r"It holds 0, 1$"):
+        store.meant("2")
+
+
+def test_what_is_no_run_is_said(tmp_path: Path, run: Run) -> None:
+    with pytest.raises(NotFound, match=r"has no job\.json"):
+        answered(["list", str(tmp_path)])
+    with pytest.raises(NotFound, match=r"has no job\.json"):
+        answered(["list", str(run.directory / "job.json")])
+    (run.directory / "job.json").write_text("{")
+    with pytest.raises(MeshError, match="not JSON"):
+        answered(["list", str(run.directory)])
+
+
+def test_a_run_without_a_version_lists_none(tmp_path: Path) -> None:
+    empty = Run(tmp_path, CONFIG)
+    assert answered(["list", str(empty.directory)])["versions"] == []
+    with pytest.raises(NotFound, match="the run ended before version 0"):
+        answered(["pin", str(empty.directory), "last"])
+
+
+def test_a_version_whose_chunk_has_gone_is_shown_so_and_not_pinned(run: Run) -> None:
+    one = RunVersions.of(run.directory).meant("1")
+    [chunk] = run.chunks_of(one.manifest)
+    run.chunks.path(chunk).unlink()
+    whole = [one.whole for one in RunVersions.of(run.directory).versions]
+    assert whole == [True, False, True, True]
+    with pytest.raises(NotFound, match="not stored as a whole any more"):
+        answered(["pin", str(run.directory), "1"])
+
+
+def test_pins_of_another_run_of_that_name_are_not_this_runs(run: Run) -> None:
+    digest = manifests(run)[0]
+    pin(run.chunks, "j", digest, Pin("/elsewhere", 0, 0))
+    assert RunVersions.of(run.directory).pins == {}
+
+
+def test_the_difference_of_two_versions_is_told_by_tensor(run: Run) -> None:
+    found = answered(["diff", str(run.directory), "1", "2"])
+    assert found["changed"] == 1 and found["largest"] == 0.5
+    assert found["elements"] == sum(t.numel() for t in weights(model(1)).values())
+    first = found["tensors"][0]
+    assert (first["name"], first["changed"], first["elements"]) == ("final_norm", 1, 16)
+    assert first["mean"] == 0.5 / 16
+    shown = called(run, "diff", str(run.directory), "1", "2", "-n", "1")
+    assert "final_norm" in shown and "6.250%" in shown and "embedding" not in shown
+    assert f"... and {len(found['tensors']) - 1} more" in shown
+    assert "from 1 to 2: 1 of" in shown
+    same = answered(["diff", str(run.directory), "3", "last"])
+    assert same["changed"] == 0 and same["largest"] == 0.0
+
+
+def test_versions_of_two_runs_are_compared(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    other = Run(tmp_path / "b", CONFIG)
+    other.commit(0, weights(model(1)), "initial")
+    words = ["diff", str(run.directory), "1", "0", "--other", str(other.directory)]
+    assert answered(words)["changed"] == 0
+
+
+def test_other_shapes_types_and_names_are_told() -> None:
+    before = {"a": torch.zeros(4), "b": torch.zeros(2), "c": torch.ones(2)}
+    after = {"a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(3), "d": torch.ones(1)}
+    found: dict[str, Any] = compare(before, after)
+    notes = {one["name"]: one["note"] for one in found["tensors"]}
+    assert notes == {
+        "a": "types F32 and BF16",
+        "b": "shapes [2] and [3]",
+        "c": "only in the first",
+        "d": "only in the second",
+    }
+    assert (found["changed"], found["elements"]) == (0, 4)
+
+
+def test_changes_of_zero_signs_and_of_nan_are_seen() -> None:
+    before = {"a": torch.tensor([0.0, float("nan"), 1.0, 2.0])}
+    after = {"a": torch.tensor([-0.0, float("nan"), 1.0, float("inf")])}
+    found = compare(before, after)["tensors"][0]
+    assert found["changed"] == 2 and found["largest"] == float("inf")
+    nan = compare({"a": torch.ones(1)}, {"a": torch.tensor([float("nan")])})
+    assert nan["changed"] == 1 and nan["largest"] != nan["largest"]
+
+
+def test_a_version_is_exported_by_its_name(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    said = called(run, "export", str(run.directory), "1", "--out", str(out))
+    assert f"version 1: {out}" in said
+    exported = load_model(out)[1].state_dict()
+    assert all(torch.equal(exported[n], t) for n, t in weights(model(1)).items())
+
+
+def test_a_version_is_exported_to_a_url_and_gone_on_with(run: Run, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    store = RunVersions.of(run.directory)
+    third = store.meant("last")
+    assert to(store, third, f"file://{there}") > 0
+    before = (there / "model.safetensors").stat()
+    # as if it had been cut off just before its end
+    (there / "meshrl.json").rename(there / BEGUN)
+    (there / "half.part").write_bytes(b"half")
+    to(store, third, f"file://{there}")
+    assert (there / "model.safetensors").stat() == before, "what is there is not copied again"
+    assert not (there / "half.part").exists() and not (there / BEGUN).exists()
+    assert torch.equal(
+        load_model(there)[1].state_dict()["embedding"], weights(model(3))["embedding"]
+    )
+    assert to(store, third, f"file://{there}") == 0, "it is there"
+    to(store, store.meant("0"), f"file://{there}")
+    assert json.loads((there / "meshrl.json").read_text())["step"] == 0
+    assert not list((run.directory / "exports").iterdir())
+
+
+def test_a_failed_export_leaves_the_version_at_the_url(run: Run, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    store = RunVersions.of(run.directory)
+    to(store, store.meant("0"), f"file://{there}")
+    before = {path.name: path.read_bytes() for path in there.iterdir()}
+    [chunk] = run.chunks_of(store.meant("3").manifest)
+    run.chunks.path(chunk).unlink()
+    with pytest.raises(NotFound, match=chunk):
+        to(store, store.meant("3"), f"file://{there}")
+    assert {path.name: path.read_bytes() for path in there.iterdir()} == before
+
+
+def test_nothing_but_an_export_is_replaced(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years")
+    with pytest.raises(Refused, match="was not written by an export"):
+        answered(["export", "--out", str(tmp_path / "mine"), str(run.directory), "last"])
+    with pytest.raises(ConfigError, match="s3x"):
+        answered(["export", "--out", "s3x://bucket", str(run.directory), "last"])
+
+
+def test_what_lies_at_a_url_is_not_removed_for_an_export(run: Run, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    (theirs / "thesis").mkdir(parents=True)
+    (theirs / "thesis/one.txt").write_text("years")
+    with pytest.raises(Refused, match="was not written by an export"):
+        answered(["export", f"--out=file://{theirs}", "--", str(run.directory), "last"])
+    with pytest.raises(MeshError, match="Not a directory"):
+        answered(["export", f"--out=file://{theirs}/thesis/one.txt", "--", str(run.directory), "1"])
+    assert (theirs / "thesis/one.txt").read_text() == "years"
+    assert [path.name for path in theirs.iterdir()] == ["thesis"]
+
+
+def test_a_copy_that_was_cut_off_is_not_another_versions(run: Run, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    store = RunVersions.of(run.directory)
+    to(store, store.meant("0"), f"file://{there}")
+    (there / "meshrl.json").unlink()
+    (there / BEGUN).write_text(json.dumps({"manifest": store.meant("0").manifest}))
+    to(store, store.meant("3"), f"file://{there}")  # whose files are as large
+    found = load_model(there)[1].state_dict()
+    assert all(torch.equal(found[name], one) for name, one in weights(model(3)).items())
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("/proc/x", "cannot be read or written.*/proc/x"),
+        ("{}/file/x", "[Nn]ot a directory.*See that the path"),
+        ("{}/" + "x" * 300, "name too long"),
+        ("/", "takes no model"),
+        ("memory://x", "ends with the process"),
+        ("://x", "a URL of no kind"),
+        ("file:///proc/x", "the place of the copy cannot be reached.*no folder can be made"),
+        ("{}/mine.partial/../mine", "another process writes"),
+    ],
+)
+def test_a_place_that_takes_no_model_is_said(run: Run, tmp_path: Path, out: str, said: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with (
+        making(tmp_path / "mine.partial"),
+        pytest.raises(MeshError, match=f"(?s){said}") as raised,
+    ):
+        answered(["export", f"--out={out.format(tmp_path)}", "--", str(run.directory), "last"])
+    assert raised.value.fix or ". " in str(raised.value), "what is to be done"
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_link_to_an_export_stays_a_link(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    for word in ("1", "3"):
+        answered(["export", f"--out={tmp_path / 'out'}", "--", str(run.directory), word])
+        about = json.loads((tmp_path / "disk/meshrl.json").read_text())
+        assert about["step"] == int(word) and (tmp_path / "out").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "disk", "out", "run"]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("act", ["export", "import"])
+def test_without_room_it_is_said_and_nothing_is_left(run: Run, tmp_path: Path, act: str) -> None:
+    source, out = hugging_face(tmp_path / "base"), tmp_path / "below" / "out"
+    words = {
+        "export": ["export", f"--out={out}", "--", str(run.directory), "1"],
+        "import": ["import", *IMPORT, f"--out={out}", "--", str(source)],
+    }[act]
+
+    little = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]  # in blocks of 512 bytes
+    done = subprocess.run(
+        [*little, *command(words)],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would cut what Python compiles
+        capture_output=True,
+        text=True,
+        timeout=scaled(120),
+    )
+    with pytest.raises(StorageFull, match="Free some"):
+        answer(done.stdout, done.stderr)
+    assert done.returncode == 1 and list(out.parent.iterdir()) == []
+
+
+def test_an_answer_that_is_none_is_a_fault() -> None:
+    with pytest.raises(MeshError, match="ModuleNotFoundError"):
+        answer("", "Traceback\nModuleNotFoundError: no torch")
+    with pytest.raises(QuotaExceeded):
+        answer('{"error": {"code": "quota_exceeded", "text": "x"}}', "")
+
+
+def hugging_face(directory: Path) -> Path:
+    """A model as its authors publish it."""
+    (directory / "made").mkdir(parents=True)
+    tokenizer = directory / "made" / "tokenizer.json"
+    character_tokenizer("0123456789+-= ", str(tokenizer))
+    save_model(directory, SHAPE, model(7).state_dict(), tokenizer)
+    shutil.rmtree(tokenizer.parent)
+    return directory
+
+
+def test_a_directory_becomes_a_run_that_jobs_begin_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = hugging_face(tmp_path / "base")
+    said = CliRunner().invoke(app, ["weights", "import", str(source)], catch_exceptions=False)
+    assert 'model.path = "runs/base/model"' in said.output
+    run = tmp_path / "runs/base"
+    [one] = RunVersions.of(run).versions
+    assert (one.name, one.why, one.dtype, one.whole) == ("0/0", ["current"], "F32", True)
+    found = load_model(run / "model")[1].state_dict()
+    assert all(torch.equal(found[name], t) for name, t in model(7).state_dict().items())
+    with pytest.raises(Refused, match="is an import of"):
+        resume(run, [])
+    with pytest.raises(Refused, match="is there already"):
+        answered(["import", *IMPORT, f"--out={run}", "--", str(source)])
+    with pytest.raises(Refused, match="is a run already"):
+        answered(["import", *IMPORT, "--out=x", "--", str(run)])
+
+
+IMPORT = ("--name=m", "--dtype=bfloat16")
+
+
+def test_an_import_may_have_another_type_and_is_compared_with_what_it_was(tmp_path: Path) -> None:
+    source = hugging_face(tmp_path / "base")
+    answered(["import", "--name=f", "--dtype=float32", f"--out={tmp_path / 'f'}", str(source)])
+    told = answered(["import", *IMPORT, f"--out={tmp_path / 'b'}", str(source)])
+    [one] = RunVersions.of(tmp_path / "b").versions
+    assert (one.dtype, one.bytes) == ("BF16", told["bytes"])
+    words = ["diff", str(tmp_path / "f"), "0", "0", f"--other={tmp_path / 'b'}"]
+    found = answered(words)
+    assert 0 < found["largest"] < 0.01 and found["tensors"][0]["note"] == "types F32 and BF16"
+
+
+def test_what_is_no_model_leaves_no_run(tmp_path: Path) -> None:
+    source, out = hugging_face(tmp_path / "base"), tmp_path / "out"
+    wrong = [
+        (tmp_path / "nowhere", "there is no directory"),
+        (tmp_path, r"has no tokenizer\.json"),
+        (source / "config.json", "is no directory"),
+    ]
+    shapeless = tmp_path / "shapeless"
+    shutil.copytree(source, shapeless)
+    (shapeless / "config.json").unlink()
+    wrong.append((shapeless, r"has no config\.json"))
+    weightless = tmp_path / "weightless"
+    shutil.copytree(source, weightless)
+    (weightless / "model.safetensors").unlink()
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    content = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(content[:-10])
+    broken = tmp_path / "broken"
+    shutil.copytree(source, broken)
+    (broken / "model.safetensors").write_bytes(content[:-4] + b"\xff\xff\xff\x7f")
+    wrong += [(weightless, "safetensors"), (cut, "cut|bytes"), (broken, "not finite")]
+    for directory, why in wrong:
+        with pytest.raises((NotFound, ConfigError), match=why):
+            answered(["import", *IMPORT, f"--out={out}", "--", str(directory)])
+        assert not out.exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_why_a_version_came_by_a_way_is_told_from_the_record(run: Run) -> None:
+    place = str(run.directory)
+    asked = ["weights", "--explain", "--run", place]
+    said = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert "no version had to be brought anywhere" in said.output
+    told: dict[str, Any] = {
+        "process": "engine/g1.0",
+        "host": "b",
+        "way": "pull",
+        "why": "first",
+        "verdict": "",
+    }
+    told |= {"bytes": 3 << 20, "took_s": 1.5, "predicted_s": None, "rates": {"pull": 2 << 20}}
+    run.event("weights_way", **told)
+    run.event("weights_way", **told | {"way": "collective", "why": "it is faster"})
+    said = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert re.search(r"engine/g1\.0 +collective +3 MiB +1\.5 s +it is faster", said.output)
+    assert "pull: 2 MiB/s" in said.output
+    found = CliRunner().invoke(app, [*asked, "--json"], catch_exceptions=False)
+    assert json.loads(found.output)[0]["way"] == "collective"
+
+
+def test_without_a_command_its_help_is_shown() -> None:
+    assert "Commands" in CliRunner().invoke(app, ["weights"], catch_exceptions=False).output
+    wrong = CliRunner().invoke(app, ["weights", "--explain", "list"])
+    assert wrong.exit_code == 2 and "stands alone" in wrong.output
+
+
+def test_versions_are_listed_from_any_thread(run: Run) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(asked, "list", run.directory).result()
+    assert [one["version"] for one in found["versions"]] == [0, 1, 2, 3]
