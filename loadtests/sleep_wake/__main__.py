@@ -95,7 +95,7 @@ class CoreAlone:
         return self._compute.bytes
 
     async def sleep(self, keep: Keep) -> None:
-        await self._compute.sleep(dict, keep)
+        await self._compute.sleep(lambda: {"tier": "memory"}, keep)
 
     async def wake(self, take: Take) -> None:
         await self._compute.wake(take)
