@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from meshrl.sim.loop import run_virtual
+
 Story = Callable[..., Awaitable[None]]
 
 
@@ -33,3 +35,10 @@ def story_on(
         return test
 
     return made
+
+
+def virtually(**options: Any) -> Callable[[Story], Callable[..., None]]:
+    """Make a test of a story that takes a virtual clock and random numbers first; `options` are
+    those of `run_virtual`.
+    """
+    return story_on(lambda story: run_virtual(story, **options), given=2)

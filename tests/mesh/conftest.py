@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshrl.directory.places import MeshPlace
+from meshrl.launch.head.launcher import Launcher
+from meshrl.launch.head.shape import MeshShape
 from tests.mesh.running import Run
 
 
@@ -23,3 +26,16 @@ def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield start
     for one in started:
         one.end()
+
+
+@pytest.fixture
+async def mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Launcher]:
+    """A mesh of this process, with what the module says of its `HEAD`; else without workers."""
+    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
+    head = getattr(request.module, "HEAD", (MeshShape(workers=0),))
+    launcher = Launcher(MeshPlace(tmp_path / "head"), *head)
+    await launcher.start()
+    yield launcher
+    await launcher.stop()

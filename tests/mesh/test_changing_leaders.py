@@ -20,6 +20,7 @@ from meshrl.services.planner.planner import LEASE_MS
 from meshrl.sim.redis.state import state_on
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh, done
 from tests.mesh.simulated.worlds import BareWorld, on_bare_world
+from tests.stories import story_on
 
 TERM_S = LEASE_MS / 1000
 
@@ -83,7 +84,7 @@ class Led(PlannedMesh):
         return [e.fields for e in await events.read_all(self.state) if e.kind == kind]
 
 
-def tell(story: Callable[[Led], Awaitable[None]], root: Path) -> None:
+def tell(root: Path, story: Callable[[Led], Awaitable[None]]) -> None:
     async def main(world: BareWorld) -> None:
         mesh = Led(world)
         await mesh.open()
@@ -93,77 +94,69 @@ def tell(story: Callable[[Led], Awaitable[None]], root: Path) -> None:
     on_bare_world(root, main)
 
 
-def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(tmp_path: Path) -> None:
-    async def story(mesh: Led) -> None:
-        async def another_leads() -> None:
-            """It makes the move, and later moves the worker back."""
-            await mesh.resigned()
-            token = await leader.campaign(mesh.state, PLANNER, "another", LEASE_MS)
-            gang = await mesh.gang_of("w1")
-            [engine] = gang.residents
-            for number, role in enumerate((Role.TRAINING, Role.ROLLOUT), 1):
-                moved = replace(engine, id=f"{gang.id}.{number}", role=role, pinned=True)
-                left = Remove(gang.id, f"{gang.id}.{number - 1}", Why("user"))
-                made: list[Decision] = [left, Place(gang.id, moved, Why("user"), op="asked")]
-                await pool.write(mesh.state, token, f"to {role}", made, None)
-
-        mesh.state.before["write"] = another_leads
-        await mesh.asks("w1", "training")
-        await mesh.clock.sleep(2 * TERM_S + 10.0)
-        assert (await leader.leader(mesh.state, PLANNER))[0].startswith("planner/0")
-        assert await moved_to(mesh) == ["training", "rollout"]
-
-    tell(story, tmp_path)
-
-
-def test_a_move_whose_answer_was_lost_is_made_once(tmp_path: Path) -> None:
-    async def story(mesh: Led) -> None:
-        mesh.state.unanswered.add("write")
-        await mesh.asks("w1", "training")
-        await mesh.clock.sleep(10.0)
-        [resident] = (await mesh.gang_of("w1")).residents
-        assert resident.role == Role.TRAINING and not resident.core
-        assert await moved_to(mesh) == ["training"]
-        [told] = await mesh.told("move")
-        assert (told["resident"], told["from"], told["to"]) == (resident.id, "rollout", "training")
-
-    tell(story, tmp_path)
-
-
-def test_a_move_that_the_leader_had_not_made_yet_is_made_by_the_next(tmp_path: Path) -> None:
-    async def story(mesh: Led) -> None:
-        mesh.state.before["write"] = mesh.resigned
-        await mesh.asks("w1", "training")
-        await mesh.clock.sleep(TERM_S + 10.0)
-        assert await moved_to(mesh) == ["training"]
-
-    tell(story, tmp_path)
-
-
-def test_a_move_that_is_under_way_is_finished_by_the_next_leader(tmp_path: Path) -> None:
-    async def story(mesh: Led) -> None:
-        slow = next(p for p in mesh.world.processes if p.name == "worker/w1")
-        slow.tasks.pop().cancel()
-        await mesh.asks("w1", "training")
-        await mesh.clock.sleep(5.0)
-        began = await mesh.told("desired")
+@story_on(tell, "tmp_path")
+async def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(mesh: Led) -> None:
+    async def another_leads() -> None:
+        """It makes the move, and later moves the worker back."""
+        await mesh.resigned()
+        token = await leader.campaign(mesh.state, PLANNER, "another", LEASE_MS)
         gang = await mesh.gang_of("w1")
-        [resident] = gang.residents
-        assert not resident.settled
-        await mesh.resigned()
-        await mesh.clock.sleep(5.0)
-        assert await mesh.told("move") == []
-        report = done(resident, 0, slow.mesh.token)
-        await pool.report(mesh.state, "w1", gang.id, resident.id, report)
-        await mesh.clock.sleep(5.0)
-        await mesh.resigned()
-        await mesh.clock.sleep(5.0)
-        [told] = await mesh.told("move")
-        assert (told["gang"], told["resident"]) == (gang.id, resident.id)
-        assert told["finished_ms"] - told["started_ms"] in range(9_000, 16_000)
-        assert await mesh.told("desired") == began
+        [engine] = gang.residents
+        for number, role in enumerate((Role.TRAINING, Role.ROLLOUT), 1):
+            moved = replace(engine, id=f"{gang.id}.{number}", role=role, pinned=True)
+            left = Remove(gang.id, f"{gang.id}.{number - 1}", Why("user"))
+            made: list[Decision] = [left, Place(gang.id, moved, Why("user"), op="asked")]
+            await pool.write(mesh.state, token, f"to {role}", made, None)
 
-    tell(story, tmp_path)
+    mesh.state.before["write"] = another_leads
+    await mesh.asks("w1", "training")
+    await mesh.clock.sleep(2 * TERM_S + 10.0)
+    assert (await leader.leader(mesh.state, PLANNER))[0].startswith("planner/0")
+    assert await moved_to(mesh) == ["training", "rollout"]
+
+
+@story_on(tell, "tmp_path")
+async def test_a_move_whose_answer_was_lost_is_made_once(mesh: Led) -> None:
+    mesh.state.unanswered.add("write")
+    await mesh.asks("w1", "training")
+    await mesh.clock.sleep(10.0)
+    [resident] = (await mesh.gang_of("w1")).residents
+    assert resident.role == Role.TRAINING and not resident.core
+    assert await moved_to(mesh) == ["training"]
+    [told] = await mesh.told("move")
+    assert (told["resident"], told["from"], told["to"]) == (resident.id, "rollout", "training")
+
+
+@story_on(tell, "tmp_path")
+async def test_a_move_that_the_leader_had_not_made_yet_is_made_by_the_next(mesh: Led) -> None:
+    mesh.state.before["write"] = mesh.resigned
+    await mesh.asks("w1", "training")
+    await mesh.clock.sleep(TERM_S + 10.0)
+    assert await moved_to(mesh) == ["training"]
+
+
+@story_on(tell, "tmp_path")
+async def test_a_move_that_is_under_way_is_finished_by_the_next_leader(mesh: Led) -> None:
+    slow = next(p for p in mesh.world.processes if p.name == "worker/w1")
+    slow.tasks.pop().cancel()
+    await mesh.asks("w1", "training")
+    await mesh.clock.sleep(5.0)
+    began = await mesh.told("desired")
+    gang = await mesh.gang_of("w1")
+    [resident] = gang.residents
+    assert not resident.settled
+    await mesh.resigned()
+    await mesh.clock.sleep(5.0)
+    assert await mesh.told("move") == []
+    report = done(resident, 0, slow.mesh.token)
+    await pool.report(mesh.state, "w1", gang.id, resident.id, report)
+    await mesh.clock.sleep(5.0)
+    await mesh.resigned()
+    await mesh.clock.sleep(5.0)
+    [told] = await mesh.told("move")
+    assert (told["gang"], told["resident"]) == (gang.id, resident.id)
+    assert told["finished_ms"] - told["started_ms"] in range(9_000, 16_000)
+    assert await mesh.told("desired") == began
 
 
 async def moved_to(mesh: Led) -> list[str]:
@@ -172,17 +165,15 @@ async def moved_to(mesh: Led) -> list[str]:
     return [e["role"] for e in told if e["reason"] == "user" and e["role"] != Role.IDLE]
 
 
-def test_a_leader_reads_as_little_however_much_has_happened(tmp_path: Path) -> None:
-    async def story(mesh: Led) -> None:
-        async def read_by_the_next() -> int:
-            await mesh.resigned()
-            mesh.state.largest = 0
-            await mesh.clock.sleep(5.0)
-            return mesh.state.largest
+@story_on(tell, "tmp_path")
+async def test_a_leader_reads_as_little_however_much_has_happened(mesh: Led) -> None:
+    async def read_by_the_next() -> int:
+        await mesh.resigned()
+        mesh.state.largest = 0
+        await mesh.clock.sleep(5.0)
+        return mesh.state.largest
 
-        young = await read_by_the_next()
-        for number in range(3000):
-            await events.append(mesh.state, "happened", {"number": number})
-        assert await read_by_the_next() < young + 1000
-
-    tell(story, tmp_path)
+    young = await read_by_the_next()
+    for number in range(3000):
+        await events.append(mesh.state, "happened", {"number": number})
+    assert await read_by_the_next() < young + 1000

@@ -1,8 +1,4 @@
-"""Jobs that cannot run end with the reason within seconds, with their processes, and the mesh goes
-on with the next.
-
-Their documents go to the mesh as they are: nothing looks at them before its processes do.
-"""
+"""Jobs that fail, by their rewards, files or processes, fail by name; the others go on."""
 
 from __future__ import annotations
 
@@ -10,37 +6,33 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from meshrl.commands.status import diagnosed
+from meshrl.common.base.files import lines
 from meshrl.common.job.bundle import bundle_files
 from meshrl.common.mesh.process.supervision.ended import ended
 from meshrl.common.state import events, jobs
-from meshrl.directory.places import MeshPlace
 from meshrl.job import bundle, jobfile
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape
+from meshrl.view.history import samples
 from tests.load import scaled
-from tests.mesh.running import JOB
+from tests.mesh.jobs import digits
+from tests.mesh.running import JOB, Run
+from tests.unit.docs.test_documents import units
 
 pytestmark = pytest.mark.timeout(300)
+HEAD = (MeshShape(workers=2),)
 SOON_S = 20.0
 ENDS_S = 90.0
 
 Changes = dict[str, dict[str, Any]]
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
-    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "m"), MeshShape(workers=2))
-    await launcher.start()
-    yield launcher
-    await launcher.stop()
 
 
 async def submitted(
@@ -138,3 +130,57 @@ async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launch
     async with asyncio.timeout(scaled(ENDS_S)):
         while of_jobs(mesh):
             await asyncio.sleep(0.1)
+
+
+def sleeping() -> list[int]:
+    """The processes that the reward `digits:broken` has left behind."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if process.info["cmdline"] == ["sleep", str(digits.STAYS_S)]:
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.deep
+def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(reward__use="digits:unreliable", budget__steps=3)
+    assert mesh.finish() == 0, mesh.said
+    summary = mesh.summary()
+    assert (summary["phase"], summary["steps"]) == ("finished", 3)
+    assert (summary["lost"], summary["trained_twice"]) == (0, 0)
+    assert summary["typed_drops"] >= 4
+    told = " ".join(fields["reason"] for fields in mesh.events("dropped"))
+    assert "failed" in told
+    log = (mesh.directory / "mesh/logs/rollout-digits-0.log").read_text()
+    assert "reward: raised: ValueError: no (digits.py:" in log
+    assert "reward: timeout: reward took more than 0.3 s" in log
+    assert "reward: bad_value: reward returned 'a lot', a str" in log
+    assert mesh.audit()["lost"] == 0
+    assert "reward raised at digits.py:" in mesh.said
+    assert "reward timed out at digits.py:" in mesh.said
+    rows = list(lines.whole(mesh.directory / "metrics.jsonl"))
+    assert summary["failed_share"] > 0 and any(row["failed_share"] for row in rows)
+    documented = units("algorithms.md", "## Health of a step")
+    assert {key for row in rows for key in row} <= documented.keys()
+    kinds = {failure["kind"]: failure["count"] for failure in summary["failures"]}
+    assert min(kinds["reward raised"], kinds["reward timed out"]) > 0
+    kept = samples.read(mesh.directory)
+    assert {sample["reward"] is None for sample in kept} == {True, False}
+    assert all(sample["turns"][0]["role"] == "model" for sample in kept)
+
+
+@pytest.mark.rotating(2)
+def test_a_job_whose_reward_always_raises_fails_and_says_what_it_raised(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(reward__use="digits:broken")
+    assert mesh.finish() == 1
+    assert not sleeping(), "they have outlived their job"
+    assert "error: the job failed: all of the last" in mesh.said
+    assert "ValueError: cannot judge ?" in mesh.said
+    summary = mesh.summary()
+    assert (summary["phase"], summary["steps"], summary["trained"]) == ("failed", 0, 0)
+    assert summary["lost"] == 0
+    assert summary["typed_drops"] > 0

@@ -1,9 +1,11 @@
-"""Processes of a real mesh that are killed at the worst moment: all goes on where it was."""
+"""Processes that are killed, and a Redis that is silent or goes back: nothing is lost."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loadtests.history.checking import check
 from meshrl.common.api.transfer.bulk import GROUPS
 from meshrl.common.api.weights import Group
 from meshrl.common.base.encoding.blob import unpack
@@ -110,3 +113,58 @@ def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
     assert_nothing_lost(mesh, 2)
     told = [fields["detail"] for fields in mesh.events("actual") if fields["role"] == "training"]
     assert any(detail.endswith("ended: signal 9") for detail in told), told
+
+
+SILENT_S = 6.5  # longer than a lease, shorter than what Redis is restarted for
+AT_WORK = ("rollout/digits/0", "trainer/digits", "weights", "worker/w0", "worker/w1", "planner/0")
+
+
+def test_all_processes_outlive_an_outage_that_outlasts_their_leases(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(budget__steps=60, rollout__max_tokens=200)
+    mesh.until("a step", lambda: mesh.version >= 2)
+    before = {name: mesh.pid(name) for name in AT_WORK}
+    redis = int(mesh.redis.info("server")["process_id"])
+    version = mesh.version
+    os.kill(redis, signal.SIGSTOP)
+    time.sleep(SILENT_S)
+    os.kill(redis, signal.SIGCONT)
+    mesh.until("steps after the outage", lambda: mesh.version > version + 2)
+    assert {name: mesh.pid(name) for name in AT_WORK} == before
+    mesh.program.send_signal(signal.SIGINT)
+    assert mesh.finish() == 130, mesh.said
+    assert mesh.audit()["lost"] == 0
+
+
+STEPS = 40  # they take seconds: Redis ends on the way
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(400)
+def test_a_run_whose_redis_goes_back_goes_on_from_its_checkpoint_in_a_new_lineage(
+    run: Callable[..., Run],
+) -> None:
+    mesh = run(budget__steps=STEPS, training__checkpoint_every=2, rollout__max_tokens=48)
+    file = mesh.directory / "mesh/redis/appendonlydir/appendonly.aof.1.incr.aof"
+    mesh.until("a step", lambda: mesh.version >= 2)
+    shorter = file.stat().st_size
+    mesh.until("a step that was recorded", lambda: len(mesh.events("step")) >= 4)
+    os.kill(int(mesh.redis.info("server")["process_id"]), signal.SIGKILL)
+    os.truncate(file, shorter)
+
+    assert mesh.finish() == 0, mesh.said
+    assert "redis is not as it was" in mesh.said
+    (damaged,) = [event for event in mesh.events("damaged") if event["what"] == "redis"]
+    assert damaged["aside"] and "new lineage" in damaged["then"]
+    restored = mesh.events("restored")
+    assert [event["lineage"] for event in restored] == [1] and restored[0]["version"] >= 2
+    commits = Counter((event["lineage"], event["step"]) for event in mesh.events("step"))
+    assert max(commits.values()) == 1 and (1, STEPS) in commits
+    opened = Counter(group for event in mesh.events("opened") for group in event["groups"])
+    assert max(opened.values()) == 1
+    found, summary = mesh.audit(), mesh.summary()
+    history = check(mesh.directory)
+    assert history["problems"] == [] and found.items() <= history.items()
+    assert (found["lost"], found["trained_twice"]) == (0, 0)
+    assert found["host_lost"] > 0 and summary["steps"] == STEPS

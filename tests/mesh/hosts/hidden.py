@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +20,12 @@ from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.hosts.hosting import HostShape
 from tests.load import scaled
 from tests.mesh.hosts.joining import END_S, JoinedHost, admit
-from tests.mesh.running import ROOT
 
 
 class HiddenHost(JoinedHost):
     """One whose processes see an empty directory where the head's root is."""
+
+    left_out = (REDIS_ENV, NURSERY_ENV)  # a nursery of the head's would fork what sees its files
 
     def __init__(self, place: MeshPlace, mesh: Launcher, workers: int, prefix: str = "h1w") -> None:
         super().__init__(place)
@@ -47,33 +46,17 @@ class HiddenHost(JoinedHost):
     def _redis(self) -> Path:
         return self.place.root / "r"
 
-    def start(self) -> None:
-        """Runs what `meshrl join` runs, where the head's files are not."""
-        self.place.logs.mkdir(parents=True, exist_ok=True)
+    @property
+    def command(self) -> list[str]:
+        """What `meshrl join` runs, where the head's files are not."""
         self._redis.mkdir(exist_ok=True)
-        hosting = [
-            sys.executable,
-            "-m",
-            "meshrl.launch.hosts.hosting",
-            "--root",
-            str(self.place.root),
-        ]
         steps = [
             ["mount", "--bind", str(self._head.redis.resolve()), str(self._redis)],
             ["mount", "-t", "tmpfs", "none", str(self._head.root.resolve())],
-            ["exec", *hosting],
+            ["exec", *super().command],
         ]
         script = " && ".join(shlex.join(step) for step in steps)
-        # A nursery of the head's would fork what sees its files.
-        left_out = (REDIS_ENV, NURSERY_ENV)
-        environment = {k: v for k, v in os.environ.items() if k not in left_out}
-        with self.place.log("hosting").open("ab") as log:
-            self.program = subprocess.Popen(
-                ["unshare", "--mount", "sh", "-c", script],
-                env={**environment, "PYTHONPATH": str(ROOT)},
-                stdout=log,
-                stderr=log,
-            )
+        return ["unshare", "--mount", "sh", "-c", script]
 
     def lose(self) -> None:
         """All that runs there is gone at once."""

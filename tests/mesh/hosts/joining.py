@@ -36,6 +36,8 @@ T = TypeVar("T")
 class JoinedHost:
     """A second directory, whose root process is a program of its own."""
 
+    left_out: tuple[str, ...] = (REDIS_ENV,)  # of the environment
+
     def __init__(self, place: MeshPlace) -> None:
         self.place = place
         self.program: subprocess.Popen[bytes] | None = None
@@ -44,19 +46,17 @@ class JoinedHost:
     def name(self) -> str:
         return MeshSettings.from_file(self.place.settings).host
 
+    @property
+    def command(self) -> list[str]:
+        """What `meshrl join` runs."""
+        return [*HOSTING, "--root", str(self.place.root)]
+
     def start(self) -> None:
-        """Runs what `meshrl join` runs."""
         self.place.logs.mkdir(parents=True, exist_ok=True)
-        environment = {k: v for k, v in os.environ.items() if k != REDIS_ENV}
+        environment = {k: v for k, v in os.environ.items() if k not in self.left_out}
         with self.place.log("hosting").open("ab") as log:
             self.program = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "meshrl.launch.hosts.hosting",
-                    "--root",
-                    str(self.place.root),
-                ],
+                self.command,
                 env={**environment, "PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=log,

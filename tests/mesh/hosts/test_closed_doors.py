@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -28,19 +27,9 @@ from meshrl.launch.redis.access import certificate
 from tests.mesh.hosts.joining import submitted, until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("redis-server")]
+HEAD = (MeshShape(workers=1, listen="tcp://127.0.0.1:*"),)
 # Where secrets are on purpose, for the mesh's user alone.
 KEPT = ("settings.json", owner.FILE, certificate.KEY, certificate.AUTHORITY_KEY)
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
-    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(
-        MeshPlace(tmp_path / "head"), MeshShape(workers=1, listen="tcp://127.0.0.1:*")
-    )
-    await launcher.start()
-    yield launcher
-    await launcher.stop()
 
 
 def secrets_of(place: MeshPlace) -> list[str]:

@@ -4,28 +4,16 @@ third; and it serves what was trained.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from meshrl.common.state import jobs, registry
 from meshrl.common.state.pool.store import store as pool
-from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
 from tests.mesh.hosts.joining import beside, submitted, until
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
-    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=0))
-    await launcher.start()
-    yield launcher
-    await launcher.stop()
 
 
 @pytest.mark.deep

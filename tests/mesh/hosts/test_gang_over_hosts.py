@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,10 @@ from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.needs("root")]
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
-    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    pool = PoolSettings(gangs="network", short_s=scaled(120.0))  # the second host may come late
-    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=1), pool)
-    await launcher.start()
-    yield launcher
-    await launcher.stop()
+HEAD = (
+    MeshShape(workers=1),
+    PoolSettings(gangs="network", short_s=scaled(120.0)),  # the second host may come late
+)
 
 
 @pytest.mark.deep

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.pool.store import store as pool
 from meshrl.directory.places import MeshPlace
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
 from meshrl.view.history import samples
 from meshrl.view.trace import writing
 from tests.mesh.hosts.hidden import HiddenHost
@@ -25,15 +23,6 @@ from tests.mesh.hosts.joining import submitted, until
 from tests.mesh.running import ROOT
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("root")]
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
-    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=0))
-    await launcher.start()
-    yield launcher
-    await launcher.stop()
 
 
 async def test_everything_of_a_job_runs_where_no_file_of_the_head_is_seen(

@@ -23,7 +23,6 @@ from meshrl.cli import app
 from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.events import Event
 from meshrl.common.state.pool.store import store as pool
-from meshrl.directory.places import MeshPlace
 from meshrl.launch import leftovers
 from meshrl.launch.head.launcher import Launcher
 from meshrl.launch.head.shape import MeshShape
@@ -33,15 +32,7 @@ from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until
 T = TypeVar("T")
 SILENT_S = 300.0  # all of a test
 pytestmark = pytest.mark.timeout(SILENT_S)
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
-    monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path / "head"), MeshShape(workers=1))
-    await launcher.start()
-    yield launcher
-    await launcher.stop()
+HEAD = (MeshShape(workers=1),)
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.planner import LEASE_MS, LOOK_S, Planner, changed
 from meshrl.sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
+from tests.stories import story_on
 
 GATHERED_S = PoolSettings().gather_s + 10.0
 LOST_S = PoolSettings().lost_s
@@ -115,83 +116,75 @@ class Pool:
         return [event.kind for event in await events.read_all(self.state)]
 
 
-def tell(story: Story, root: Path) -> None:
+def tell(root: Path, story: Story) -> None:
     async def told(world: BareWorld) -> None:
         await story(Pool(world))
 
     on_bare_world(root, told)
 
 
-def test_a_job_gets_its_workers_and_each_reads_its_gang_when_it_is_told(tmp_path: Path) -> None:
-    async def story(mesh: Pool) -> None:
-        await mesh.start()
-        _, planner = await mesh.planner()
-        await mesh.clock.sleep(GATHERED_S)
-        assert await mesh.roles() == ["rollout", "rollout", "training"]
-        assert all(gang.settled for gang in await pool.gangs(mesh.state))
-        assert f"rollout/{JOB}/0" in await pool.services_of(mesh.state, "here")
-        assert all(actor.hints for actor in mesh.workers.values())
-        assert planner.stats().leader and planner.stats().workers == 3
-        before = await mesh.kinds()
-        await mesh.clock.sleep(60.0)
-        assert await mesh.kinds() == before  # a mesh that has settled decides nothing
-        assert all(actor.reads <= 2 for actor in mesh.workers.values())
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_a_job_gets_its_workers_and_each_reads_its_gang_when_it_is_told(mesh: Pool) -> None:
+    await mesh.start()
+    _, planner = await mesh.planner()
+    await mesh.clock.sleep(GATHERED_S)
+    assert await mesh.roles() == ["rollout", "rollout", "training"]
+    assert all(gang.settled for gang in await pool.gangs(mesh.state))
+    assert f"rollout/{JOB}/0" in await pool.services_of(mesh.state, "here")
+    assert all(actor.hints for actor in mesh.workers.values())
+    assert planner.stats().leader and planner.stats().workers == 3
+    before = await mesh.kinds()
+    await mesh.clock.sleep(60.0)
+    assert await mesh.kinds() == before  # a mesh that has settled decides nothing
+    assert all(actor.reads <= 2 for actor in mesh.workers.values())
 
 
-def test_whoever_leads_next_goes_on_with_what_was_remembered(tmp_path: Path) -> None:
-    async def story(mesh: Pool) -> None:
-        await mesh.start()
-        first, _ = await mesh.planner(0)
-        await mesh.clock.sleep(GATHERED_S)
-        _, following = await mesh.planner(1)
-        await pool.request(mesh.state, PoolRequest("put", "move", "w2", "idle", JOB))
-        await mesh.clock.sleep(4 * LOOK_S)
-        assert len(await mesh.roles()) == 2
-        first.stop()
-        await mesh.clock.sleep(2 * LEASE_MS / 1000 + 30.0)
-        assert following.stats().leader
-        assert len(await mesh.roles()) == 2  # w2 is still put aside, as a person asked
-        first.process.resume()
-        await mesh.clock.sleep(10.0)
-        assert first.process.ended and following.stats().leader
-        assert (await mesh.kinds()).count("leader") == 2
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_whoever_leads_next_goes_on_with_what_was_remembered(mesh: Pool) -> None:
+    await mesh.start()
+    first, _ = await mesh.planner(0)
+    await mesh.clock.sleep(GATHERED_S)
+    _, following = await mesh.planner(1)
+    await pool.request(mesh.state, PoolRequest("put", "move", "w2", "idle", JOB))
+    await mesh.clock.sleep(4 * LOOK_S)
+    assert len(await mesh.roles()) == 2
+    first.stop()
+    await mesh.clock.sleep(2 * LEASE_MS / 1000 + 30.0)
+    assert following.stats().leader
+    assert len(await mesh.roles()) == 2  # w2 is still put aside, as a person asked
+    first.process.resume()
+    await mesh.clock.sleep(10.0)
+    assert first.process.ended and following.stats().leader
+    assert (await mesh.kinds()).count("leader") == 2
 
 
-def test_workers_that_only_seem_to_be_gone_after_an_outage_are_not_lost(tmp_path: Path) -> None:
-    async def story(mesh: Pool) -> None:
-        await mesh.start()
-        await mesh.planner()
-        await mesh.clock.sleep(GATHERED_S)
-        before = await pool.gangs(mesh.state)
-        mesh.world.redis.away = True
-        await mesh.clock.sleep(60.0)
-        mesh.world.redis.away = False
-        await mesh.clock.sleep(30.0)
-        assert "lost" not in await mesh.kinds()
-        assert [g.id for g in await pool.gangs(mesh.state)] == [g.id for g in before]
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_workers_that_only_seem_to_be_gone_after_an_outage_are_not_lost(mesh: Pool) -> None:
+    await mesh.start()
+    await mesh.planner()
+    await mesh.clock.sleep(GATHERED_S)
+    before = await pool.gangs(mesh.state)
+    mesh.world.redis.away = True
+    await mesh.clock.sleep(60.0)
+    mesh.world.redis.away = False
+    await mesh.clock.sleep(30.0)
+    assert "lost" not in await mesh.kinds()
+    assert [g.id for g in await pool.gangs(mesh.state)] == [g.id for g in before]
 
 
-def test_a_worker_that_is_gone_is_lost_and_its_job_goes_on_without_it(tmp_path: Path) -> None:
-    async def story(mesh: Pool) -> None:
-        await mesh.start()
-        await mesh.planner()
-        await mesh.clock.sleep(GATHERED_S)
-        engine = next(
-            gang for gang in await pool.gangs(mesh.state) if gang.residents[0].role == Role.ROLLOUT
-        )
-        [gone] = engine.workers
-        next(p for p in mesh.world.processes if p.name == f"worker/{gone}").process.kill()
-        await mesh.clock.sleep(LEASE_MS / 1000 + LOST_S + 10.0)
-        assert (await mesh.kinds()).count("lost") == 1
-        assert await mesh.roles() == ["rollout", "training"]
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_a_worker_that_is_gone_is_lost_and_its_job_goes_on_without_it(mesh: Pool) -> None:
+    await mesh.start()
+    await mesh.planner()
+    await mesh.clock.sleep(GATHERED_S)
+    engine = next(
+        gang for gang in await pool.gangs(mesh.state) if gang.residents[0].role == Role.ROLLOUT
+    )
+    [gone] = engine.workers
+    next(p for p in mesh.world.processes if p.name == f"worker/{gone}").process.kill()
+    await mesh.clock.sleep(LEASE_MS / 1000 + LOST_S + 10.0)
+    assert (await mesh.kinds()).count("lost") == 1
+    assert await mesh.roles() == ["rollout", "training"]
 
 
 def test_changes_are_told_to_the_workers_and_hosts_that_they_concern() -> None:

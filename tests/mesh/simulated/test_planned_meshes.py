@@ -26,6 +26,7 @@ from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.planner import LOOK_S, Planner
 from meshrl.sim.mesh.job.job import JOB
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
+from tests.stories import story_on
 
 HOST = "one"
 SETTINGS = PoolSettings()
@@ -99,7 +100,7 @@ def done(resident: Resident, rank: int, token: int) -> Report:
     return Report(rank, resident.generation, resident.epoch, token, doing, resident.tier)
 
 
-def tell(story: Story, root: Path) -> None:
+def tell(root: Path, story: Story) -> None:
     async def main(world: BareWorld) -> None:
         await story(PlannedMesh(world))
 
@@ -114,51 +115,48 @@ def tell(story: Story, root: Path) -> None:
         (JobConfig(models=FROZEN, training=TrainingConfig(ranks=2)), 2, "--workers 3`"),
     ],
 )
-def test_a_job_that_needs_more_workers_than_there_are_fails_and_says_how_many(
-    tmp_path: Path, config: JobConfig, workers: int, fix: str
+@story_on(tell, "tmp_path")
+async def test_a_job_that_needs_more_workers_than_there_are_fails_and_says_how_many(
+    mesh: PlannedMesh, config: JobConfig, workers: int, fix: str
 ) -> None:
-    async def story(mesh: PlannedMesh) -> None:
-        for number in range(workers):
-            await mesh.worker(f"w{number}")
-        await mesh.start(config)
-        await mesh.clock.sleep(SHORT_S + 10.0)
-        row = await mesh.job()
-        assert row.phase == "failed" and fix in row.error
-
-    tell(story, tmp_path)
+    for number in range(workers):
+        await mesh.worker(f"w{number}")
+    await mesh.start(config)
+    await mesh.clock.sleep(SHORT_S + 10.0)
+    row = await mesh.job()
+    assert row.phase == "failed" and fix in row.error
 
 
-def test_workers_that_join_late_are_waited_for(tmp_path: Path) -> None:
-    async def story(mesh: PlannedMesh) -> None:
-        await mesh.start(JobConfig(models=FROZEN))
-        for number in range(3):
-            await mesh.worker(f"w{number}")
-            await mesh.clock.sleep(SHORT_S / 3)
-        await mesh.clock.sleep(60.0)
-        assert (await mesh.job()).phase == "queued"
-        assert sorted(await mesh.roles()) == ["rollout", "scoring", "training"]
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_workers_that_join_late_are_waited_for(mesh: PlannedMesh) -> None:
+    await mesh.start(JobConfig(models=FROZEN))
+    for number in range(3):
+        await mesh.worker(f"w{number}")
+        await mesh.clock.sleep(SHORT_S / 3)
+    await mesh.clock.sleep(60.0)
+    assert (await mesh.job()).phase == "queued"
+    assert sorted(await mesh.roles()) == ["rollout", "scoring", "training"]
 
 
-def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(tmp_path: Path) -> None:
-    async def story(mesh: PlannedMesh) -> None:
-        await mesh.start(JobConfig())
-        await mesh.worker("w0")
-        last = await mesh.worker("w1")
-        await mesh.clock.sleep(20.0)
-        assert await mesh.roles() == ["training", "rollout"]
-        last.stop()
-        await mesh.clock.sleep(2 * LOST_S)
-        assert (await mesh.job()).phase == "queued"
-        [gang] = [g for g in await pool.gangs(mesh.world.state) if "w0" in g.workers]
-        assert sorted(r.role for r in gang.residents) == ["rollout", "training"]
-        assert all(r.turns for r in gang.residents)
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(mesh: PlannedMesh) -> None:
+    await mesh.start(JobConfig())
+    await mesh.worker("w0")
+    last = await mesh.worker("w1")
+    await mesh.clock.sleep(20.0)
+    assert await mesh.roles() == ["training", "rollout"]
+    last.stop()
+    await mesh.clock.sleep(2 * LOST_S)
+    assert (await mesh.job()).phase == "queued"
+    [gang] = [g for g in await pool.gangs(mesh.world.state) if "w0" in g.workers]
+    assert sorted(r.role for r in gang.residents) == ["rollout", "training"]
+    assert all(r.turns for r in gang.residents)
 
 
-def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(tmp_path: Path) -> None:
+@story_on(tell, "tmp_path")
+async def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(
+    mesh: PlannedMesh,
+) -> None:
     config = JobConfig(rollout=RolloutConfig(tensor_parallel=[2], pace="18/32/6000"))
 
     async def engine(mesh: PlannedMesh) -> tuple[str, ...]:
@@ -167,82 +165,73 @@ def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(tmp_path:
         assert (resident.role, resident.ranks, resident.settled) == ("rollout", (0, 1), True)
         return gang.workers
 
-    async def story(mesh: PlannedMesh) -> None:
-        await mesh.start(config)
-        members = [await mesh.worker(f"w{number}") for number in range(4)]
-        await mesh.clock.sleep(20.0)
-        assert await mesh.roles() == ["training", "rollout", "rollout", "training"]
-        assert await engine(mesh) == ("w1", "w2")
-        members[2].stop()
-        await mesh.clock.sleep(2 * LOST_S)
-        assert await engine(mesh) == ("w1", "w3"), "the helper makes room"
-
-    tell(story, tmp_path)
+    await mesh.start(config)
+    members = [await mesh.worker(f"w{number}") for number in range(4)]
+    await mesh.clock.sleep(20.0)
+    assert await mesh.roles() == ["training", "rollout", "rollout", "training"]
+    assert await engine(mesh) == ("w1", "w2")
+    members[2].stop()
+    await mesh.clock.sleep(2 * LOST_S)
+    assert await engine(mesh) == ("w1", "w3"), "the helper makes room"
 
 
-def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(tmp_path: Path) -> None:
-    async def story(mesh: PlannedMesh) -> None:
-        await mesh.start(JobConfig(models=FROZEN))
-        await mesh.worker("w0")
-        last = await mesh.worker("w1")
-        await mesh.clock.sleep(20.0)
-        last.stop()
-        await mesh.clock.sleep(GONE_S - LOST_S)
-        assert (await mesh.job()).phase == "queued"
-        await mesh.clock.sleep(2 * LOST_S + SHORT_S + 20.0)
-        row = await mesh.job()
-        assert row.phase == "failed"
-        assert "this mesh has 1" in row.error and "meshrl resume" in row.error
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_a_lost_worker_is_waited_for_until_it_counts_as_gone(mesh: PlannedMesh) -> None:
+    await mesh.start(JobConfig(models=FROZEN))
+    await mesh.worker("w0")
+    last = await mesh.worker("w1")
+    await mesh.clock.sleep(20.0)
+    last.stop()
+    await mesh.clock.sleep(GONE_S - LOST_S)
+    assert (await mesh.job()).phase == "queued"
+    await mesh.clock.sleep(2 * LOST_S + SHORT_S + 20.0)
+    row = await mesh.job()
+    assert row.phase == "failed"
+    assert "this mesh has 1" in row.error and "meshrl resume" in row.error
 
 
 @pytest.mark.rotating(2)
-def test_stage_times_are_looked_at_once_in_an_interval(tmp_path: Path) -> None:
+@story_on(tell, "tmp_path")
+async def test_stage_times_are_looked_at_once_in_an_interval(mesh: PlannedMesh) -> None:
     """The trainer needs a second for a step, its engines are nearly idle: rollout has a gang too
     many, as soon as there is a window that tells.
     """
     interval_s = 120.0
     config = JobConfig(planner=PlannerConfig(interval_s=interval_s, warmup_steps=-1))
 
-    async def story(mesh: PlannedMesh) -> None:
-        now = mesh.clock.monotonic
-        await mesh.start(config)
-        for number in range(3):
-            await mesh.worker(f"w{number}")
-        await mesh.clock.sleep(20.0)
-        assert await mesh.roles() == ["training", "rollout", "rollout"]
-        groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
+    now = mesh.clock.monotonic
+    await mesh.start(config)
+    for number in range(3):
+        await mesh.worker(f"w{number}")
+    await mesh.clock.sleep(20.0)
+    assert await mesh.roles() == ["training", "rollout", "rollout"]
+    groups, size = config.algorithm.groups_per_step, config.algorithm.group_size
 
-        def rolled() -> dict[str, Any]:
-            ended = now() * groups * size
-            work = MeasuredWork(groups=now() * groups, trajectories=ended, sampled=20 * ended)
-            return {"work": told(work + MeasuredWork(engine_s=4 * now(), flight_s=4 * now()))}
+    def rolled() -> dict[str, Any]:
+        ended = now() * groups * size
+        work = MeasuredWork(groups=now() * groups, trajectories=ended, sampled=20 * ended)
+        return {"work": told(work + MeasuredWork(engine_s=4 * now(), flight_s=4 * now()))}
 
-        def trained() -> dict[str, Any]:
-            steps = int(now())
-            return {"work": told(MeasuredWork(steps=steps, busy_s=steps, work_s=0.9 * steps))}
+    def trained() -> dict[str, Any]:
+        steps = int(now())
+        return {"work": told(MeasuredWork(steps=steps, busy_s=steps, work_s=0.9 * steps))}
 
-        await mesh.member("rollout", rolled)
-        trainer = await mesh.member("trainer", trained)
-        lease = (JOB, jobs.Phase.TRAINING, trainer.mesh.token, trainer.mesh.name)
-        await jobs.set_phase(mesh.world.state, *lease)
-        await mesh.clock.sleep(2 * interval_s - 20.0)
-        assert await mesh.roles() == ["training", "rollout", "rollout"]
-        await mesh.clock.sleep(interval_s)
-        assert sorted(await mesh.roles()) == ["rollout", "training", "training"]
-
-    tell(story, tmp_path)
+    await mesh.member("rollout", rolled)
+    trainer = await mesh.member("trainer", trained)
+    lease = (JOB, jobs.Phase.TRAINING, trainer.mesh.token, trainer.mesh.name)
+    await jobs.set_phase(mesh.world.state, *lease)
+    await mesh.clock.sleep(2 * interval_s - 20.0)
+    assert await mesh.roles() == ["training", "rollout", "rollout"]
+    await mesh.clock.sleep(interval_s)
+    assert sorted(await mesh.roles()) == ["rollout", "training", "training"]
 
 
-def test_all_workers_get_their_places_in_one_look(tmp_path: Path) -> None:
-    async def story(mesh: PlannedMesh) -> None:
-        for number in range(4):
-            await mesh.worker(f"w{number}")
-        await mesh.start(JobConfig())
-        while not any(role != "idle" for role in await mesh.roles()):
-            await mesh.clock.sleep(0.01)
-        await mesh.clock.sleep(LOOK_S / 2)
-        assert await mesh.roles() == ["training", "rollout", "rollout", "rollout"]
-
-    tell(story, tmp_path)
+@story_on(tell, "tmp_path")
+async def test_all_workers_get_their_places_in_one_look(mesh: PlannedMesh) -> None:
+    for number in range(4):
+        await mesh.worker(f"w{number}")
+    await mesh.start(JobConfig())
+    while not any(role != "idle" for role in await mesh.roles()):
+        await mesh.clock.sleep(0.01)
+    await mesh.clock.sleep(LOOK_S / 2)
+    assert await mesh.roles() == ["training", "rollout", "rollout", "rollout"]

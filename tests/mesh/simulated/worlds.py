@@ -10,9 +10,13 @@ from typing import Any, TypeVar
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import events, groups, jobs
+from meshrl.common.state.events import Event
+from meshrl.common.state.lifecycle.accounting import account
 from meshrl.common.state.redis.client import State
 from meshrl.sim.loop import VirtualLoop
 from meshrl.sim.machine import Machine, MachineClock
+from meshrl.sim.mesh.job.job import JOB
 from meshrl.sim.mesh.running import run_in
 from meshrl.sim.mesh.world.programs import Surroundings
 from meshrl.sim.mesh.world.redis import VirtualRedis, state_of
@@ -20,6 +24,7 @@ from meshrl.sim.mesh.world.world import Size, World
 from meshrl.sim.network import MemoryNetwork
 from meshrl.sim.process import VirtualProcess
 from meshrl.sim.record import EventRecord
+from tests.stories import Story, story_on
 
 T = TypeVar("T")
 
@@ -44,7 +49,7 @@ def on_world(
         await world.start()
         answer = await story(world)
         await world.stop()
-        assert not world.machine.failures
+        assert not world.machine.failures, world.machine.failures
         assert not world.machine.alive
         return answer
 
@@ -56,6 +61,21 @@ async def until_over(world: World) -> None:
     while world.phase not in ("finished", "failed"):
         await world.clock.sleep(1.0)
     assert world.phase == "finished"
+
+
+async def until_version(world: World, version: int) -> jobs.JobRow:
+    """Returns the job's row when it has come so far."""
+    while (row := await jobs.job(world.state, JOB)).version < version:
+        await world.clock.sleep(0.5)
+    return row
+
+
+async def accounted(state: State) -> tuple[dict[str, int], list[Event]]:
+    """The account of the job, of which nothing is lost or trained twice, and its events."""
+    told = [e for e in await events.read_all(state) if e.fields.get("job") == JOB]
+    counted = account(told, (await groups.in_flight(state, JOB)).samples, JOB)
+    assert counted["lost"] == counted["trained_twice"] == 0
+    return counted, told
 
 
 class Bare:
@@ -127,3 +147,8 @@ def on_bare_world(root: Path, story: Callable[[BareWorld], Coroutine[Any, Any, T
         return await story(BareWorld(loop, root, record))
 
     return run_in(loop, record, told())
+
+
+def world_story(size: Size, **options: Any) -> Callable[[Story], Callable[..., None]]:
+    """Make a test of a story of a mesh with a job; `options` are those of `on_world`."""
+    return story_on(lambda root, story: on_world(root, size, story, **options), "tmp_path")

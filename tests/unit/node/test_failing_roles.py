@@ -1,24 +1,38 @@
-"""A role process that an error ends: its job fails where no restart helps, and all is told."""
+"""Role processes and workers that fail, cannot be started, or die where all is asleep."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshrl.common.base.errors import ConfigError, PeerLost
+from meshrl.common.base.files import kept
+from meshrl.common.base.host.settings import kept_file
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.supervision.ended import ended
-from meshrl.common.mesh.runtime.mesh import MeshSettings
-from meshrl.common.state import events, jobs
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
+from meshrl.common.state import events, jobs, leader
 from meshrl.common.state.jobs import JobRow
-from meshrl.common.state.pool.workers.rows import Doing
-from meshrl.services.node.residents.process import RoleProcess
+from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.workers.rows import Doing, Resident, Role, Tier
+from meshrl.common.state.redis.keys import PLANNER
+from meshrl.services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
+from meshrl.services.node.agent import NodeAgent
+from meshrl.services.node.gpus.accelerators import cpu_slots
+from meshrl.services.node.residents.process import TRY_AGAIN_S, RoleProcess
+from meshrl.services.node.worker import parser, serve
 from meshrl.sim.loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
+from tests.stories import story_on, virtually
 from tests.unit.node.standing import ENGINE, looking, role_process
 
 DOCUMENT = {
@@ -117,19 +131,227 @@ def test_a_role_that_comes_up_each_time_and_is_ended_does_not_end_its_job(tmp_pa
     with_program(None, tmp_path, look, for_s=600.0, runs_s=40.0)
 
 
-def test_a_process_of_a_job_that_nobody_knows_is_told_too(tmp_path: Path) -> None:
+@virtually()
+async def test_a_process_of_a_job_that_nobody_knows_is_told_too(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
     async def fails(arguments: list[str], channel: SimulatedChannel) -> None:
         raise ConfigError("no job")
 
+    host = SimulatedHost(clock, random, {"meshrl.services.engine": fails})
+    settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+    mesh = alone("worker/w0", clock, random, host, settings=settings)
+    role = role_process(mesh, tmp_path, replace(ENGINE, job="unknown"))
+    await role.start()
+    await clock.sleep(5.0)
+    (end,) = await ended(mesh.state)
+    assert end.told.startswith("ConfigError: no job") and end.job == "unknown"
+    await role.stop("done", leaving=True)
+
+
+async def forever(arguments: list[str], channel: SimulatedChannel) -> None:
+    await asyncio.Event().wait()
+
+
+class FullHost(SimulatedHost):
+    """Has no process to give while it is `full`."""
+
+    full = True
+
+    def spawn(self, argv: list[str], **options: Any) -> Any:
+        if self.full:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return super().spawn(argv, **options)
+
+
+def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost, Mesh]:
+    host = FullHost(
+        clock, random, {"meshrl.services.engine": forever, "meshrl.services.node.worker": forever}
+    )
+    settings = MeshSettings(redis_url="simulated", run_root=str(root), host="one")
+    return host, alone("worker/w0", clock, random, host, settings=settings)
+
+
+def doing_of(role: RoleProcess) -> Doing:
+    return role.doing
+
+
+def alive(host: FullHost) -> list[str]:
+    return [child.name for child in host.children.values() if child.poll() is None]
+
+
+@virtually(limit_s=3600.0)
+async def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    host, mesh = full_host(clock, random, tmp_path)
+    role = role_process(mesh, tmp_path, ENGINE)
+    await role.start()
+    assert role.doing == Doing.FAILED and "temporarily unavailable" in role.detail
+    await clock.sleep(TRY_AGAIN_S + 1)
+    await role.look()
+    assert role.doing == Doing.FAILED
+    host.full = False
+    await clock.sleep(TRY_AGAIN_S + 1)
+    await role.look()
+    assert doing_of(role) == Doing.STARTING and role.pid
+    await role.stop("the test ends")
+    assert doing_of(role) == Doing.GONE and not alive(host)
+
+
+@virtually(limit_s=3600.0)
+async def test_a_role_that_could_not_be_started_is_given_up_without_an_error(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    _, mesh = full_host(clock, random, tmp_path)
+    role = role_process(mesh, tmp_path, ENGINE)
+    await role.start()
+    await role.stop("the worker ends", leaving=True)
+    assert role.doing == Doing.GONE and not role.pid
+
+
+@virtually(limit_s=3600.0)
+async def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    host, mesh = full_host(clock, random, tmp_path)
+    (tmp_path / "mesh").mkdir()
+    agent = NodeAgent(mesh, cpu_slots(1), [], "w")
+    host.full = False
+    await agent.start()
+    host.full = True
+    host.children[1].kill()
+    await clock.sleep(900.0)  # the budget of restarts is spent
+    assert not alive(host)
+    host.full = False
+    await clock.sleep(WORKER_AGAIN_S + 5.0)
+    assert alive(host) == ["worker/w0"]
+    await agent.leave()
+
+
+WHY = Why("test")
+NAME = "trainer/j"
+CORE: dict[str, Any] = {"job": "j", "role": Role.TRAINING, "core": True}
+
+
+class Tensor:
+    """The least that can be kept."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"weights": 8}
+
+    def read(self, name: str, start: int, end: int) -> NDArray[np.uint8]:
+        return np.arange(start, end, dtype=np.uint8)
+
+    def write(self, name: str, start: int, piece: NDArray[np.uint8]) -> None:
+        raise NotImplementedError
+
+
+class World:
+    """One worker, in a gang of its own."""
+
+    def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
+        async def program(arguments: list[str], channel: Any) -> None:
+            self.running += 1
+            self.starts += 1
+            try:
+                await clock.sleep(1e9)
+            finally:
+                self.running -= 1
+
+        self.clock, self.running, self.starts = clock, 0, 0
+        host = SimulatedHost(clock, random.child("host"), {"meshrl.services.trainer": program})
+        settings = MeshSettings(redis_url="simulated", run_root=str(root), host="here")
+        self.mesh = alone("worker/w0", clock, random, host, settings=settings)
+        self.state = self.mesh.state
+        self.file = kept_file(settings.kept_directory("worker/w0"), NAME)
+        self._token = self._written = 0
+
+    async def write(self, *decisions: Decision) -> None:
+        if not self._token:
+            self._token = await leader.campaign(self.state, PLANNER, "test", 1_000_000)
+        self._written += 1
+        refused = await pool.write(self.state, self._token, f"d{self._written}", decisions, None)
+        assert not refused, refused
+
+    async def place(self, id: str = "g0.0", **about: Any) -> None:
+        await self.write(Place("g0", Resident(id, **(CORE | about)), WHY))
+        await self.clock.sleep(10.0)
+
+    async def resident(self, id: str = "g0.0") -> Resident:
+        found = await pool.gang(self.state, "g0")
+        assert found is not None
+        return next(one for one in found.residents if one.id == id)
+
+    def keep(self) -> None:
+        """What a process that fell asleep on the disk leaves."""
+        medium = kept.File(self.file, fresh=True)
+        kept.keep(medium, {}, Tensor())
+        medium.finished()
+        medium.close()
+
+
+def in_world(root: Path, story: Callable[[World], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
-        host = SimulatedHost(clock, random, {"meshrl.services.engine": fails})
-        settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
-        mesh = alone("worker/w0", clock, random, host, settings=settings)
-        role = role_process(mesh, tmp_path, replace(ENGINE, job="unknown"))
-        await role.start()
-        await clock.sleep(5.0)
-        (end,) = await ended(mesh.state)
-        assert end.told.startswith("ConfigError: no job") and end.job == "unknown"
-        await role.stop("done", leaving=True)
+        world = World(clock, random, root)
+        options = parser().parse_args(["--worker", "w0", "--orphan-s", "0"])
+        worker = asyncio.create_task(serve(world.mesh, options))
+        await clock.sleep(1.0)
+        await world.write(Form("g0", ("w0",), WHY))
+        await story(world)
+        worker.cancel()
+        await asyncio.wait([worker])
 
     run_virtual(main)
+
+
+@story_on(in_world, "tmp_path")
+async def test_what_is_whole_waits_for_its_turn_without_a_process(world: World) -> None:
+    await world.place()
+    assert world.running == 1
+    world.keep()
+    await world.place(tier=Tier.DISK, epoch=2)  # it is not up: it was killed as it slept
+    assert world.running == 0, "it would compute beside whoever has the accelerator"
+    asleep = await world.resident()
+    assert asleep.settled and asleep.doing == Doing.READY
+    assert asleep.reports[0].tier == Tier.DISK
+    assert asleep.reports[0].held.disk == world.file.stat().st_size
+    await world.place(epoch=3)
+    assert (world.running, world.starts) == (1, 2) and world.file.exists()
+
+
+@story_on(in_world, "tmp_path")
+async def test_one_that_kept_nothing_whole_is_as_good_as_asleep(world: World) -> None:
+    await world.place()
+    world.file.parent.mkdir(parents=True, exist_ok=True)
+    world.file.write_bytes(b"half")
+    await world.place(tier=Tier.DISK, epoch=2)
+    asleep = await world.resident()
+    assert asleep.settled and asleep.doing == Doing.GONE and world.running == 0
+    assert asleep.reports[0].tier == Tier.ABSENT
+    await world.place(epoch=3)
+    assert not (await world.resident()).settled and world.running == 1
+
+
+@story_on(in_world, "tmp_path")
+async def test_what_a_dead_sleeper_has_kept_goes_with_its_resident(world: World) -> None:
+    await world.place(tier=Tier.DISK)
+    world.keep()
+    await world.write(Remove("g0", "g0.0", WHY))
+    await world.clock.sleep(10.0)
+    assert not world.file.exists() and world.starts == 0
+
+
+@story_on(in_world, "tmp_path")
+async def test_of_two_residents_with_one_name_the_second_is_told_as_failed(world: World) -> None:
+    await world.place()
+    await world.place("g0.1")
+    first, second = await world.resident("g0.0"), await world.resident("g0.1")
+    assert first.doing == Doing.STARTING and world.starts == 1
+    assert second.doing == Doing.FAILED
+    assert "trainer/j is that of g0.0" in second.detail and "g0.1" in second.detail
+    await world.write(Remove("g0", "g0.0", WHY))
+    await world.clock.sleep(10.0)
+    assert (await world.resident("g0.1")).doing == Doing.STARTING
+    assert (world.running, world.starts) == (1, 2)

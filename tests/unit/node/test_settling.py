@@ -1,13 +1,12 @@
-"""What a worker makes of a process that cannot do what is wished: it waits for room that others are
-about to give back, says what has failed, and tries a new wish at once.
-"""
+"""Role processes on their way to what is wished: loading, waiting for room, taking too long."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from meshrl.common.api.calls.role import Resting, Settle, Settled
 from meshrl.common.base.errors import RemoteFailure, StorageFull
@@ -15,15 +14,22 @@ from meshrl.common.base.random import Random
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.state import jobs, leader, registry
+from meshrl.common.state.pool.placing.decisions import Admit, Why
+from meshrl.common.state.pool.store import store as pool
 from meshrl.common.state.pool.workers.rows import Budget, Doing, Resident, Role, Tier
 from meshrl.common.state.pool.workers.seat import parser
+from meshrl.common.state.redis.keys import PLANNER
 from meshrl.services.node.residents.process import TRY_AGAIN_S, UNSETTLED_S, WELL_S
 from meshrl.services.node.residents.residents import OLD_LOGS, Residents, Tenancy
+from meshrl.services.node.residents.startup import LOADING_S
 from meshrl.sim.loop import VirtualClock, run_virtual
 from meshrl.sim.network import MemoryNetwork, MemoryTransport
 from meshrl.sim.redis.state import simulated_state
+from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
-from tests.unit.node.standing import around, wish
+from tests.stories import story_on
+from tests.unit.node.standing import CORE, around, role_process, wish
 
 ENGINE = Resident("g0.0", "j", Role.ROLLOUT)
 HELPER = Resident("g0.1", "j", Role.TRAINING)
@@ -143,67 +149,59 @@ def in_world(tmp_path: Path, story: Callable[[World], Awaitable[None]]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-def test_who_arrives_waits_for_who_leaves_and_has_not_failed(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.want(ENGINE)
-        await world.until(ENGINE, Doing.READY, 30.0)
-        world.want(HELPER)
-        await world.clock.sleep(DRAINS_S / 2)
-        assert "others have 1000" in world.detail(HELPER)
-        assert Doing.FAILED not in await world.until(HELPER, Doing.READY, 30.0)
-
-    in_world(tmp_path, story)
+@story_on(in_world, "tmp_path")
+async def test_who_arrives_waits_for_who_leaves_and_has_not_failed(world: World) -> None:
+    world.want(ENGINE)
+    await world.until(ENGINE, Doing.READY, 30.0)
+    world.want(HELPER)
+    await world.clock.sleep(DRAINS_S / 2)
+    assert "others have 1000" in world.detail(HELPER)
+    assert Doing.FAILED not in await world.until(HELPER, Doing.READY, 30.0)
 
 
-def test_who_arrives_where_nobody_leaves_has_failed(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.want(ENGINE)
-        await world.until(ENGINE, Doing.READY, 30.0)
-        world.want(ENGINE, HELPER)
-        await world.until(HELPER, Doing.FAILED, 1.0)
-
-    in_world(tmp_path, story)
+@story_on(in_world, "tmp_path")
+async def test_who_arrives_where_nobody_leaves_has_failed(world: World) -> None:
+    world.want(ENGINE)
+    await world.until(ENGINE, Doing.READY, 30.0)
+    world.want(ENGINE, HELPER)
+    await world.until(HELPER, Doing.FAILED, 1.0)
 
 
-def test_a_new_wish_is_tried_at_once_and_is_not_failed_for_the_last_ones_sake(
-    tmp_path: Path,
+@story_on(in_world, "tmp_path")
+async def test_a_new_wish_is_tried_at_once_and_is_not_failed_for_the_last_ones_sake(
+    world: World,
 ) -> None:
-    async def story(world: World) -> None:
-        world.want(ENGINE)
-        await world.until(ENGINE, Doing.READY, 30.0)
-        world.process.wrong[Tier.DISK] = StorageFull("no room", where="/kept")
-        world.want(replace(ENGINE, tier=Tier.DISK, epoch=2))
-        await world.until(ENGINE, Doing.FAILED, 1.0)
-        assert "no room" in world.detail(ENGINE)
-        world.want(replace(ENGINE, tier=Tier.MEMORY, epoch=3))
-        process = world.tenancy(ENGINE).process
-        assert process is not None and process.doing == Doing.MOVING
-        assert Doing.FAILED not in await world.until(ENGINE, Doing.READY, 1.0)
-        assert process.tier == Tier.MEMORY
-
-    in_world(tmp_path, story)
+    world.want(ENGINE)
+    await world.until(ENGINE, Doing.READY, 30.0)
+    world.process.wrong[Tier.DISK] = StorageFull("no room", where="/kept")
+    world.want(replace(ENGINE, tier=Tier.DISK, epoch=2))
+    await world.until(ENGINE, Doing.FAILED, 1.0)
+    assert "no room" in world.detail(ENGINE)
+    world.want(replace(ENGINE, tier=Tier.MEMORY, epoch=3))
+    process = world.tenancy(ENGINE).process
+    assert process is not None and process.doing == Doing.MOVING
+    assert Doing.FAILED not in await world.until(ENGINE, Doing.READY, 1.0)
+    assert process.tier == Tier.MEMORY
 
 
-def test_an_error_that_stays_is_told_as_a_failure_and_one_that_passes_is_not(
-    tmp_path: Path,
+@story_on(in_world, "tmp_path")
+async def test_an_error_that_stays_is_told_as_a_failure_and_one_that_passes_is_not(
+    world: World,
 ) -> None:
-    async def story(world: World) -> None:
-        world.want(ENGINE)
-        await world.until(ENGINE, Doing.READY, 30.0)
-        world.process.wrong[Tier.DISK] = RemoteFailure("OSError: Input/output error")
-        world.want(replace(ENGINE, tier=Tier.DISK, epoch=2))
-        await world.until(ENGINE, Doing.MOVING, 1.0)
-        await world.clock.sleep(UNSETTLED_S / 2)
-        assert world.tenancy(ENGINE).process.doing == Doing.MOVING  # type: ignore[union-attr]
-        await world.until(ENGINE, Doing.FAILED, UNSETTLED_S)
-        assert "Input/output error" in world.detail(ENGINE)
-        asked = len(world.process.asked)
-        await world.clock.sleep(TRY_AGAIN_S / 2)
-        assert len(world.process.asked) == asked
-        del world.process.wrong[Tier.DISK]
-        await world.until(ENGINE, Doing.READY, TRY_AGAIN_S)
-
-    in_world(tmp_path, story)
+    world.want(ENGINE)
+    await world.until(ENGINE, Doing.READY, 30.0)
+    world.process.wrong[Tier.DISK] = RemoteFailure("OSError: Input/output error")
+    world.want(replace(ENGINE, tier=Tier.DISK, epoch=2))
+    await world.until(ENGINE, Doing.MOVING, 1.0)
+    await world.clock.sleep(UNSETTLED_S / 2)
+    assert world.tenancy(ENGINE).process.doing == Doing.MOVING  # type: ignore[union-attr]
+    await world.until(ENGINE, Doing.FAILED, UNSETTLED_S)
+    assert "Input/output error" in world.detail(ENGINE)
+    asked = len(world.process.asked)
+    await world.clock.sleep(TRY_AGAIN_S / 2)
+    assert len(world.process.asked) == asked
+    del world.process.wrong[Tier.DISK]
+    await world.until(ENGINE, Doing.READY, TRY_AGAIN_S)
 
 
 def test_logs_of_residents_that_are_gone_do_not_grow_for_ever(tmp_path: Path) -> None:
@@ -221,14 +219,113 @@ def test_logs_of_residents_that_are_gone_do_not_grow_for_ever(tmp_path: Path) ->
     assert not (tmp_path / "engine-g1.0.log").exists()
 
 
-def test_a_process_that_has_ended_well_is_soon_there_again(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        world.ends_after_s = 10.0
-        world.want(ENGINE)
-        await world.until(ENGINE, Doing.READY, 5.0)
-        again = await world.until(ENGINE, Doing.STARTING, 11.0)
-        world.ends_after_s = 1e9
-        again += await world.until(ENGINE, Doing.READY, WELL_S + 5.0)
-        assert Doing.FAILED not in again
+@story_on(in_world, "tmp_path")
+async def test_a_process_that_has_ended_well_is_soon_there_again(world: World) -> None:
+    world.ends_after_s = 10.0
+    world.want(ENGINE)
+    await world.until(ENGINE, Doing.READY, 5.0)
+    again = await world.until(ENGINE, Doing.STARTING, 11.0)
+    world.ends_after_s = 1e9
+    again += await world.until(ENGINE, Doing.READY, WELL_S + 5.0)
+    assert Doing.FAILED not in again
 
-    in_world(tmp_path, story)
+
+NAME, HOST, TRAINER = "trainer/j", "here", "meshrl.services.trainer"
+
+
+@dataclass
+class LoadingWorld:
+    """A worker's mesh, its role process, and what that one publishes."""
+
+    clock: VirtualClock
+    random: Random
+
+    def __post_init__(self) -> None:
+        async def program(arguments: list[str], channel: Any) -> None:
+            self.starts += 1
+            while True:
+                await self.clock.sleep(1e9)
+
+        self.starts = 0
+        host = SimulatedHost(self.clock, self.random.child("host"), {TRAINER: program})
+        settings = MeshSettings(redis_url="simulated", run_root="", host=HOST)
+        mesh = alone("worker/w0", self.clock, self.random, host, settings=settings)
+        self.state = mesh.state
+        self.news = asyncio.Event()
+        self.role = role_process(mesh, Path(), CORE, self.news.set)
+
+    async def look_for(self, seconds: float, publish: Callable[[float], dict[str, Any]]) -> None:
+        """The worker looks each ten seconds at what its process publishes by then."""
+        entry = registry.Entry(NAME, "trainer", host=HOST, pid=self.role.pid, incarnation="a")
+        until = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < until and self.starts == 1:
+            about = {"generation": CORE.generation, "ready": False}
+            entry.stats = about | publish(self.clock.monotonic())
+            await registry.register(self.state, entry, 60_000)
+            await self.role.look()
+            await self.clock.sleep(10.0)
+
+
+def while_loading(story: Callable[[LoadingWorld], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        world = LoadingWorld(clock, random)
+        await world.role.start()
+        await clock.sleep(1.0)
+        await story(world)
+
+    run_virtual(main, limit_s=100_000.0)
+
+
+@story_on(while_loading)
+async def test_one_that_replays_for_an_hour_is_let_do_so(world: LoadingWorld) -> None:
+    await world.look_for(3600.0, lambda now: {"progress": [int(now) // 250, 0.0]})
+    assert world.starts == 1 and not world.role.up
+    await world.look_for(20.0, lambda now: {"ready": True, "progress": [99, 0.0]})
+    assert world.role.up
+
+
+@story_on(while_loading)
+async def test_one_that_gets_no_further_is_killed_and_started_again(world: LoadingWorld) -> None:
+    await world.look_for(LOADING_S - 20.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 1
+    await world.look_for(60.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 2 and world.role.restarts == 1
+
+
+@story_on(while_loading)
+async def test_one_that_tells_nothing_is_killed_after_a_while(world: LoadingWorld) -> None:
+    await world.look_for(LOADING_S - 20.0, lambda now: {})
+    assert world.starts == 1
+    await world.look_for(60.0, lambda now: {})
+    assert world.starts == 2
+
+
+@story_on(while_loading)
+async def test_nobody_is_late_while_its_job_is_paused(world: LoadingWorld) -> None:
+    document = {
+        "algorithm": {"groups_per_step": 1, "group_size": 1, "max_staleness": 1},
+        "budget": {"steps": 3},
+    }
+    await jobs.submit(world.state, "j", document, "", "submit")
+    led = await leader.campaign(world.state, PLANNER, "test", 1_000_000)
+    why = Why("share", "j")
+    await pool.write(world.state, led, "pause", [Admit("j", "paused: another one", why)], None)
+    await world.look_for(3 * LOADING_S, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 1
+    await pool.write(world.state, led, "go on", [Admit("j", "", why)], None)
+    await world.look_for(LOADING_S - 50.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 1
+    await world.look_for(90.0, lambda now: {"progress": [1, 0.5]})
+    assert world.starts == 2
+
+
+@story_on(while_loading)
+async def test_its_end_is_news_to_the_worker_at_once(world: LoadingWorld) -> None:
+    await world.look_for(5.0, lambda now: {"ready": True})
+    assert world.role.up
+    world.news.clear()
+    [child] = world.role.supervisor.children.values()
+    child.kill()
+    async with world.clock.timeout(0.1, "the news"):
+        await world.news.wait()
+    assert not world.role.up and world.role.doing == Doing.STARTING

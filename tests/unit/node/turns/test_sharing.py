@@ -1,6 +1,4 @@
-"""An engine and a trainer on one worker, as real processes: one computes at a time, both progress,
-and one that is stopped in its turn is killed for it.
-"""
+"""Residents of one worker, and one resident on several workers, as real processes."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.host.settings import SETTINGS_ENV
 from meshrl.common.mesh.process.handle import SystemChild
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
+from meshrl.common.state.pool.workers.rows import Doing, Gang, Resident, Role
 from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
 from meshrl.services.node.residents.turns import Leases
 from tests.load import scaled
-from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh
-from tests.unit.node.test_turn_keeper import REST
+from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh, gone
+from tests.unit.node.turns.test_turn_keeper import REST
 
 FLOOR_S, HOUR_S = 3.0, 3600.0
 GANG = Gang(
@@ -123,3 +121,58 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
         for child in children.values():
             child.kill()
         await worker.leave()
+
+
+@pytest.mark.rotating(2)
+async def test_a_resident_is_ready_when_all_its_ranks_are(mesh: SmallMesh) -> None:
+    mesh.start_agent(workers=3)
+    await mesh.form("w2", "w0")
+    await mesh.form("w1", gang="g1")
+    await mesh.place("g0.0", Role.TRAINING, core=True, ranks=(0, 1))
+    await mesh.place("g0.1", ranks=(1,))  # beside the second rank, which is on w0
+    await mesh.until_settled("g0.0")
+    await mesh.until_settled("g0.1")
+    core, rank = await mesh.pid_of("trainer/j"), await mesh.pid_of("rank/j/1")
+    engine = await mesh.pid_of("engine/g0.1")
+
+    os.kill(rank, signal.SIGKILL)  # its worker starts it again; the others have no part in it
+    again = await mesh.pid_of("rank/j/1", other_than=rank)
+    await mesh.until_settled("g0.0")
+    assert [await mesh.pid_of(name) for name in ("trainer/j", "engine/g0.1")] == [core, engine]
+
+    worker = await mesh.pid_of("worker/w0")
+    os.kill(worker, signal.SIGKILL)  # takes its role processes with it
+    assert await gone(again) and await gone(engine)
+    await mesh.pid_of("worker/w0", other_than=worker)
+    await mesh.until_settled("g0.0")
+    await mesh.until_settled("g0.1")
+    assert await mesh.pid_of("trainer/j") == core
+
+    await mesh.remove("g0.0")
+    assert await gone(core)
+    drained = (mesh.directory / "drained").read_text().splitlines()
+    assert drained == ["g0.0 is gone from the record"] * len(drained) and drained
+
+
+async def test_an_engine_has_one_process_on_its_first_worker(mesh: SmallMesh) -> None:
+    mesh.start_agent(workers=2)
+    await mesh.form("w1", "w0")
+    await mesh.place("g0.0", job="slow", ranks=(1,))  # on w0, and leaves in seconds
+    await mesh.until_settled("g0.0")
+    leaves = await mesh.pid_of("engine/g0.0")
+    await mesh.remove("g0.0")
+    await mesh.place("g0.1", ranks=(0, 1))
+    engine = await mesh.pid_of("engine/g0.1")
+    assert await gone(leaves), "it begins when nobody else is on the accelerators of its gang"
+    found = await mesh.until_settled("g0.1")
+    assert {report.doing for report in found.reports.values()} == {Doing.READY}
+    assert found.reports[1].token != found.reports[0].token
+
+    worker = await mesh.pid_of("worker/w0")
+    os.kill(worker, signal.SIGKILL)  # it keeps the accelerator again when it is back
+    await mesh.pid_of("worker/w0", other_than=worker)
+    token = found.reports[1].token
+    await mesh.until("kept", "g0.1", lambda r: r.settled and r.reports[1].token != token)
+    assert await mesh.pid_of("engine/g0.1") == engine
+    await mesh.remove("g0.1")
+    assert await gone(engine)

@@ -1,0 +1,252 @@
+"""What breaks under a mesh (checkpoints, ledgers, disks, notes, engines) costs no trajectory."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.base.files.damage import EVENT, QUARANTINE
+from meshrl.common.records import ledger
+from meshrl.common.records.checkpoints import STATE, manifest_of
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state.events import Event
+from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.services.rollout.shard import RolloutShard
+from meshrl.services.rollout.trajectories.trajectory import Restored
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.process import VirtualProcess
+from tests.mesh.simulated.worlds import accounted, until_over, until_version, world_story
+
+STEPS = 9
+BROKEN_AT = 8  # checkpoints are written every third step, and two are kept
+
+
+def flip(path: Path) -> None:
+    """One bit, in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def state_of(checkpoint: Path) -> Path:
+    return max((checkpoint.with_suffix("") / STATE).iterdir(), key=lambda file: file.stat().st_size)
+
+
+def chunks_of(checkpoint: Path) -> list[Path]:
+    """The manifest of its weights in the store, and their chunks."""
+    store = ChunkStore(checkpoint.parents[1] / "store")
+    manifest = manifest_of(checkpoint)["weights"]
+    described = unpack(Manifest, store.read(manifest)).tensors
+    return [store.path(digest) for digest in {manifest, *(t.chunk for t in described)}]
+
+
+async def broken(world: World, break_it: Callable[[Path], None]) -> list[Event]:
+    """The events of a run whose trainer dies after `break_it` was done to the manifest of its last
+    checkpoint; of those of kinds that tell of damage.
+    """
+    row = await until_version(world, BROKEN_AT)
+    break_it(world.root / f"checkpoints/{row.checkpoint}.json")
+    for name in ("weights", f"trainer/{JOB}"):  # the store remembers manifests
+        next(p for p in world.machine.alive if p.name == name).kill()
+    await until_over(world)
+    state = world.around.meshes["weights"].state
+    await accounted(state)
+    return await events.read_all(state)
+
+
+def fields_of(told: list[Event], kind: str) -> list[dict[str, Any]]:
+    return [event.fields for event in told if event.kind == kind]
+
+
+def delete(checkpoint: Path) -> None:
+    checkpoint.unlink()
+
+
+def flip_state(checkpoint: Path) -> None:
+    flip(state_of(checkpoint))
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.parametrize("break_it", [delete, flip_state])
+@world_story(Size(steps=STEPS))
+async def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
+    world: World, break_it: Callable[[Path], None]
+) -> None:
+    told = await broken(world, break_it)
+    [back] = fields_of(told, "lineage")
+    assert (back["lineage"], back["version"], back["lost_through"]) == (1, 3, 6)
+    assert back["host_lost"] >= 3 * 3 * 3, "three steps of three groups of three"
+    assert fields_of(told, "step")[-1]["step"] == STEPS
+    damaged = fields_of(told, "damaged")[0]
+    assert damaged["what"] == "checkpoint" and "step-000-000003" in damaged["then"]
+    assert list((world.root / "quarantine/checkpoints").glob("step-000-000006-*"))
+
+
+@pytest.mark.deep
+@world_story(Size(steps=STEPS))
+async def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(
+    world: World,
+) -> None:
+    def break_it(checkpoint: Path) -> None:
+        for path in chunks_of(checkpoint):
+            flip(path)
+
+    told = await broken(world, break_it)
+    assert not fields_of(told, "lineage"), "the steps since were replayed"
+    assert any("written again from" in one["then"] for one in fields_of(told, "damaged"))
+    assert len(list((world.root / "store/quarantine").glob("??/*"))) >= 2
+
+
+@pytest.mark.rotating(2)
+@world_story(Size(steps=7), limit_s=1800.0)
+async def test_weights_that_an_engine_cannot_load_are_written_again_by_the_trainer(
+    world: World,
+) -> None:
+    row = await until_version(world, 4)
+    path = ChunkStore(world.root / "store").path(row.manifest)
+    flip(path)
+    for process in world.machine.alive:
+        if process.name == "weights" or process.kind == "engine":  # who has read it already
+            process.kill()
+    while not path.exists() or digest_of_file(path) != path.name:
+        await world.clock.sleep(0.1)
+    await until_over(world)
+    told = await events.read_all(world.around.meshes["weights"].state)
+    assert {one["what"] for one in fields_of(told, "damaged")} == {"weights"}
+    assert (world.root / "store/quarantine").is_dir()
+
+
+DAMAGED_AT_S = 60.0
+
+
+def damage_last_segment(root: Path) -> Path:
+    (directory,) = {segment.parent for segment in root.rglob("*.ledger")}
+    segment = ledger.segments(directory)[-1]
+    content = bytearray(segment.read_bytes())
+    assert len(content) > len(ledger.HEADER)
+    content[2] ^= 1
+    segment.write_bytes(content)
+    return segment
+
+
+@pytest.mark.deep
+@world_story(Size(steps=14))
+async def test_a_flipped_byte_in_a_header_costs_what_was_under_way_and_no_trajectory(
+    world: World,
+) -> None:
+    await world.clock.sleep(DAMAGED_AT_S)
+    next(p for p in world.machine.alive if p.name == "rollout/simulated/0").kill()
+    segment = damage_last_segment(world.root)
+    await until_over(world)
+    state = world.around.meshes["rollout/simulated/0"].state
+    (told,) = fields_of(await events.read_all(state), EVENT)
+    assert told["path"] == str(segment) and "prompt" in told["then"]
+    assert QUARANTINE in told["aside"] and Path(told["aside"]) in world.root.rglob("*")
+    counted, _ = await accounted(state)
+    assert counted["trained"] > 0
+
+
+FULL_AT_S = 60.0
+FULL_S = 60.0
+
+
+@pytest.mark.deep
+@world_story(Size(steps=14))
+async def test_trajectories_wait_for_room_and_none_is_lost(world: World) -> None:
+    clock = world.clock
+    await clock.sleep(FULL_AT_S)
+    mesh = world.around.meshes["rollout/simulated/0"]
+    shard = mesh._actor
+    assert isinstance(shard, RolloutShard) and shard.serving is not None
+    runner = shard.serving.runner
+    world.machine.disk.room = 0
+    await clock.sleep(FULL_S / 2)
+    halfway = {t.id: t.tokens.tolist() for t in runner.active}
+    await clock.sleep(FULL_S / 2)
+    restored = Restored()
+    for record in ledger.read(runner.ledger.directory):
+        restored.apply(record, shard.serving.seed_of)
+    waiting = {t.id: t.tokens.tolist() for t in runner.active}
+    assert waiting and waiting == halfway, "nothing counts while it is full"
+    written = {t.id: t.tokens.tolist() for t in restored.trajectories.values()}
+    for trajectory in runner.active:
+        if trajectory.length > trajectory.prompt_length:
+            counts = waiting[trajectory.id]
+            assert written[trajectory.id] == counts, "what counts is what is written"
+    entry = await registry.lookup(mesh.state, "rollout/simulated/0")
+    assert entry is not None
+    assert "room for the ledger" in [wait["what"] for wait in entry.waits]
+    assert (await jobs.job(mesh.state, JOB)).version < 13
+    world.machine.disk.well()
+    await until_over(world)
+    counted, _ = await accounted(mesh.state)
+    assert counted["typed_drops"] == 0 and counted["trained"] + counted["filtered"] > 0
+
+
+@world_story(Size(steps=4))
+async def test_workers_are_adopted_by_what_the_registry_says(world: World, tmp_path: Path) -> None:
+    await world.clock.sleep(10.0)
+    before = {p.name: p.pid for p in world.machine.alive}
+    (tmp_path / "mesh" / "node-one.json").unlink()
+    next(p for p in world.machine.alive if p.name == "node/one").kill()
+    await world.clock.sleep(30.0)
+    after = {p.name: p.pid for p in world.machine.alive}
+    assert after["node/one"] != before["node/one"]
+    for worker in ("worker/w0", "worker/w1"):
+        assert after[worker] == before[worker]
+        started = [p for p in world.machine.processes.values() if p.name == worker]
+        assert len(started) == 1
+
+
+@world_story(Size(steps=4))
+async def test_a_worker_that_registers_too_late_makes_room(world: World, tmp_path: Path) -> None:
+    """Its agent took no note of it, and the next one could not find it."""
+
+    def workers() -> list[VirtualProcess]:
+        return [p for p in world.machine.alive if p.name == "worker/w0"]
+
+    await world.clock.sleep(10.0)
+    workers()[0].kill()
+    await world.clock.sleep(0.1)
+    (unnoted,) = workers()
+    unnoted.stop()  # before it has registered
+    (tmp_path / "mesh" / "node-one.json").unlink()
+    next(p for p in world.machine.alive if p.name == "node/one").kill()
+    while len(workers()) == 1:
+        await world.clock.sleep(0.05)
+    unnoted.resume()
+    await world.clock.sleep(30.0)
+    assert unnoted.ended
+    assert len(workers()) == 1
+
+
+SEES_S = 300.0  # by then the job has failed
+AGAIN = "again"
+
+
+@pytest.mark.rotating(2)
+@world_story(Size(steps=2))
+async def test_a_signal_at_each_start_fails_the_job_and_leaves_the_mesh_up(world: World) -> None:
+    began = world.clock.monotonic()
+    while world.phase != "failed" and world.clock.monotonic() - began < SEES_S:
+        for process in world.machine.alive:
+            if process.kind == "engine":
+                process.end(-signal.SIGSEGV)
+        await world.clock.sleep(0.3)
+    row = await jobs.job(world.state, JOB)
+    assert row.phase == "failed", row.phase
+    assert row.error.startswith("engine/") and "signal 11 (SIGSEGV)" in row.error
+    told = [e for e in await events.read_all(world.state) if e.kind == "process_ended"]
+    assert {e.fields["name"].split("/")[0] for e in told} == {"engine"}
+    there = {e.kind for e in await registry.entries(world.state) if e.alive}
+    assert {"planner", "weights", "node", "worker"} <= there
+    await jobs.reopen(world.state, JOB, AGAIN)
+    await until_over(world)

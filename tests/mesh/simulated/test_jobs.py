@@ -1,0 +1,216 @@
+"""Jobs of a mesh: hanging, cancelled, changed, without steps, measured, traced, on two shards."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from meshrl.common.job.changing import changed
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.demand.measured import Measured, MeasuredWork, kind_of
+from meshrl.common.state.pool.demand.planned import PublishedStats, measured
+from meshrl.common.state.pool.store import store as pool
+from meshrl.sim.mesh.job.job import JOB
+from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.process import VirtualProcess
+from meshrl.view.trace import writing
+from tests.mesh.simulated.worlds import accounted, on_world, until_over, until_version, world_story
+from tests.traced import check, spans_of
+
+STEPS, WORKERS = 3, 4
+SOON_S = 60.0 + 10.0 * STEPS  # processes start, and steps are made, as without the other job
+HANGING = f"{JOB}-2"
+CLOSING_S = 60.0  # for the processes of jobs that have ended
+
+
+def hang(world: World) -> None:
+    """Environments of one job take what they are told, and answer nothing."""
+    answering = world.machine.programs["meshrl.services.environment"]
+
+    async def environment(process: VirtualProcess, argv: list[str]) -> None:
+        if HANGING not in " ".join(argv):
+            return await answering(process, argv)
+        while await process.channel.to_child.get() is not None:
+            pass
+
+    world.machine.programs["meshrl.services.environment"] = environment
+
+
+def of_jobs(world: World) -> set[str]:
+    kinds = ("rollout/", "environment-")
+    return {process.name for process in world.machine.alive if process.name.startswith(kinds)}
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.timeout(300)
+@world_story(Size(WORKERS, steps=STEPS, jobs=2))
+async def test_a_job_beside_one_that_hangs_is_not_delayed(world: World) -> None:
+    hang(world)
+    await until_over(world)
+    assert world.clock.monotonic() <= SOON_S
+    row = await jobs.job(world.state, HANGING)
+    assert row.phase == jobs.Phase.BASELINE, "it hung all the while"
+    await jobs.cancel(world.state, HANGING, "cancel")
+    async with world.clock.timeout(CLOSING_S, "the end of the jobs' processes"):
+        while of_jobs(world):
+            await world.clock.sleep(1.0)
+    counted, _ = await accounted(world.state)
+    assert counted["in_flight"] == 0
+
+
+FEW_STEPS = 3
+
+
+@pytest.mark.rotating(2)
+@pytest.mark.timeout(200)
+@world_story(Size(workers=2, steps=FEW_STEPS), seed=4)
+async def test_a_cancelled_job_frees_its_workers_and_goes_on_where_it_was(world: World) -> None:
+    state, clock = world.state, world.clock
+    await until_version(world, 1)
+    assert await jobs.cancel(state, JOB, "cancelled")
+    while await pool.gangs(state):
+        await clock.sleep(1.0)
+    stopped = await jobs.job(state, JOB)
+    await clock.sleep(10.0)
+    later = await jobs.job(state, JOB)
+    assert (later.phase, later.version) == ("stopped", stopped.version), "nobody works on it"
+    await jobs.reopen(state, JOB, "reopened")
+    await until_over(world)
+    assert (await jobs.job(state, JOB)).steps_done == FEW_STEPS
+    counted, _ = await accounted(state)
+    assert counted["host_lost"] == 0
+
+
+CHANGED_STEPS, EVERY = 12, 3  # a checkpoint every third step
+
+
+@pytest.mark.deep
+@world_story(Size(steps=CHANGED_STEPS))
+async def test_steps_from_before_a_change_are_repeated_with_what_was_in_force(world: World) -> None:
+    while (row := await jobs.job(world.state, JOB)).version < 2 * EVERY - 1:
+        await world.clock.sleep(0.2)
+    assert row.version % EVERY == EVERY - 1  # two steps stand in their records alone
+    now = {"optimizer.final_lr": 0.9, "optimizer.warmup_steps": 0}
+    document = changed(row.document, now)
+    changes = {key: (row.document["optimizer"][key[10:]], now[key]) for key in now}
+    assert not await jobs.change(world.state, JOB, document, changes, "change")
+    killed = next(p for p in world.machine.alive if p.name.startswith("trainer/"))
+    killed.kill()
+    await until_over(world)
+    row = await jobs.job(world.state, JOB)
+    assert (row.version, row.lineage) == (CHANGED_STEPS, 0)
+    assert row.document["optimizer"]["final_lr"] == 0.9
+
+
+@world_story(Size(workers=2, steps=0), limit_s=600.0)
+async def test_a_job_without_steps_is_evaluated_and_opens_no_group(world: World) -> None:
+    await until_over(world)
+    [row] = await jobs.evaluations(world.state, JOB)
+    assert row["tag"] == "before" and row["result"]["problems"] == 2
+    kinds = {event.kind for event in await events.read_all(world.state)}
+    assert not kinds & {"opened", "step"}
+
+
+MANY_STEPS, LATE = 40, 8
+
+
+async def published(world: World) -> Measured:
+    """What the leader would see now."""
+    kinds = {w.gang: kind_of(w.accelerator) for w in await pool.workers(world.state)}
+    entries = [e for e in await registry.entries(world.state) if e.alive]
+    about = [PublishedStats(e.name, e.kind, e.incarnation, e.stats) for e in entries]
+    return measured([p for p in about if p.stats.get("job") == JOB], kinds)
+
+
+@pytest.mark.deep
+@world_story(Size(steps=MANY_STEPS))
+async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(world: World) -> None:
+    while (await jobs.job(world.state, JOB)).version < MANY_STEPS // 2:
+        await world.clock.sleep(0.2)
+    await world.clock.sleep(7.0)  # all have renewed their leases since
+    row, found = await jobs.job(world.state, JOB), await published(world)
+    whole = sum(found.work.values(), MeasuredWork())
+    by_kind = {name.partition("/")[0]: work for name, work in found.work.items()}
+    assert set(by_kind) == {"rollout", "trainer"}
+    assert MANY_STEPS // 2 <= whole.steps <= row.version
+    a_step = row.document["algorithm"]["groups_per_step"]
+    assert whole.groups >= (whole.steps - LATE) * a_step  # a shard may have told earlier
+    assert whole.trajectories >= whole.groups and whole.sampled > whole.trajectories
+    assert min(whole.busy_s, whole.wait_s, whole.work_s, whole.tokens) > 0
+    assert whole.work_s < whole.busy_s and 0 < whole.held_s < whole.busy_s
+    assert whole.flight_s > whole.engine_s > 0 and whole.tool_s > 0
+    assert abs(whole.flight_s - whole.engine_s - whole.queue_s - whole.tool_s) < 0.01
+    assert found.curves
+    for curve in found.curves:
+        assert curve.kind and curve.step_s(4, 20) > 0 and curve.steps > 8
+    await until_over(world)
+
+
+# Who finds the gate open takes what it lets through: in fewer steps, one takes all.
+SHARED_STEPS = 12
+
+
+def run(root: Path, shards: int) -> tuple[dict[str, int], set[str], list[int]]:
+    """The account, shards of trained groups, prompts of the groups that were opened."""
+
+    async def job(world: World) -> tuple[dict[str, int], list[Event]]:
+        await until_over(world)
+        return await accounted(world.state)
+
+    root.mkdir()
+    size = Size(workers=3, shards=shards, steps=SHARED_STEPS)
+    counted, told = on_world(root, size, job, seed=2)
+    opened = [e.fields for e in told if e.kind == "opened"]
+    shard_of = {group: fields["shard"] for fields in opened for group in fields["groups"]}
+    trained = [row for e in told if e.kind == "step" for row in e.fields["groups"]]
+    prompts = sorted(prompt for fields in opened for prompt in fields["prompts"])
+    return counted, {shard_of[row["group"]] for row in trained}, prompts
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_two_shards_give_the_same_accounting_as_one(tmp_path: Path) -> None:
+    one, _, prompts_of_one = run(tmp_path / "one", 1)
+    two, shards, prompts_of_two = run(tmp_path / "two", 2)
+    assert one == two
+    assert two["in_flight"] == 0
+    assert prompts_of_one == prompts_of_two
+    assert shards == {"rollout/simulated/0", "rollout/simulated/1"}
+
+
+TRACED_STEPS = 6
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+@world_story(Size(workers=3, shards=2, steps=TRACED_STEPS), seed=2)
+async def test_a_run_of_two_shards_is_traced_from_its_prompts_to_its_weights(
+    world: World, tmp_path: Path
+) -> None:
+    await until_over(world)
+    seen = await events.read_all(world.state)
+    path = tmp_path / "trace.json"
+    assert writing.write(tmp_path, path, seen) > 100
+    found = json.loads(path.read_text())["traceEvents"]
+    check(found)
+
+    begun = [s for n in (0, 1) for s in spans_of(found, f"shard {n}") if "args" in s]
+    trained = {s["args"]["group"] for s in begun if "trained in step" in s["args"]}
+    assert {e["id"] for e in found if e["ph"] == "s"} == trained
+    steps = [e.fields for e in seen if e.kind == "step"]
+    assert trained == {row["group"] for fields in steps for row in fields["groups"]}
+    inside = Counter(s["name"] for n in (0, 1) for s in spans_of(found, f"shard {n}"))
+    assert min(inside[name] for name in ("open", "queue", "prefill", "decode")) > 0, inside
+
+    trainer = Counter(span["name"] for span in spans_of(found, "trainer"))
+    assert [trainer[f"step {n}"] for n in range(1, TRACED_STEPS + 1)] == [1] * TRACED_STEPS
+    assert trainer["train"] == trainer["sync: stage"] == TRACED_STEPS, trainer
+    assert trainer["round"] >= TRACED_STEPS and trainer["checkpoint: write"] >= 2
+    versions = {s["name"] for s in spans_of(found, "engines") if s["name"].startswith("version")}
+    assert f"version {TRACED_STEPS}" in versions
+    roles = {span["name"] for span in spans_of(found, "gangs")}
+    assert {"training", "rollout"} <= roles

@@ -1,0 +1,201 @@
+"""What an agent takes up, ends, keeps of old runs, refuses to start and gives of log files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files.home import make
+from meshrl.common.base.host.settings import MESH_ENV, SETTINGS_ENV
+from meshrl.common.base.random import Random
+from meshrl.common.job.config import JobConfig
+from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.server import home
+from meshrl.services.node.adopting import Notes
+from meshrl.services.node.agent import MOST_BYTES, HostLogFiles
+from meshrl.services.node.job_services import program
+from meshrl.services.node.old_runs import UNKNOWN_S, sweep
+from meshrl.sim.redis.state import simulated_state
+from tests.gpus.driver import Gpus
+from tests.load import scaled
+from tests.meshes import SECRET, alone, on_sockets
+from tests.unit.common.mesh.process.modules import python
+from tests.unit.node.smallmesh import SmallMesh
+
+SOON_S = 30.0  # for a process to be gone, on a busy host
+NAME = "rollout/calc/0"
+OURS, ANOTHERS = "a mark", "another mark"
+
+
+@contextmanager
+def running(mark: str, *words: str) -> Iterator[int]:
+    code = "import time; print(flush=True); time.sleep(600)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, MESH_ENV: mark},
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        try:
+            yield child.pid
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize(
+    ("mark", "named", "known"),
+    [
+        (OURS, NAME, True),
+        (OURS, "rollout/calc/1", False),
+        (OURS, "", False),
+        (ANOTHERS, NAME, False),
+    ],
+)
+async def test_what_the_registry_names_must_be_that_process_of_this_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str, named: str, known: bool
+) -> None:
+    monkeypatch.setenv(MESH_ENV, OURS)
+    settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+    mesh = alone("node/one", SystemClock(), Random(0), SystemHost(), settings=settings)
+    notes = Notes(mesh, tmp_path / "notes.json", program)
+    with running(mark, *(program(named) if named else ())) as pid:
+        entry = registry.Entry(NAME, "rollout", host="one", pid=pid, incarnation="x")
+        entry.start_time = start_time(pid)
+        await registry.register(mesh.state, entry, 600_000)
+        strange = registry.Entry("rollout/calc", "rollout", host="one", pid=pid, incarnation="y")
+        await registry.register(mesh.state, strange, 600_000)
+        assert list(await notes.running(["rollout"])) == [NAME][: int(known)]
+        ended = await notes.end_unwatched(NAME)
+        assert (ended is not None) == known
+        if ended is not None:
+            await ended.wait(scaled(SOON_S))
+        assert bool(start_time(pid)) != known
+
+
+async def test_only_what_no_job_goes_on_with_is_removed(tmp_path: Path) -> None:
+    clock, root = SystemClock(), tmp_path / "second"
+    state = simulated_state(clock)
+    await home.tell(state, make("head", tmp_path / "head", b"probe"))
+    settings = MeshSettings(redis_url=state.url, run_root=str(root), host="second")
+    mesh = on_sockets("node/second", state, clock, settings=settings)
+    for job in ("going", "ended"):
+        await jobs.submit(state, job, JobConfig(name=job).document(), "/runs", job)
+    await jobs.cancel(state, "ended", "stop")
+    since = {job: (await jobs.job(state, job)).since_ms for job in ("going", "ended")}
+    kept = [f"going/{since['going']}", "unknown/7", "going/notes"]
+    gone = ["going/1", f"ended/{since['ended']}", "forgotten/8"]
+    for name in (*kept, *gone):
+        (root / "runs" / name / "ledger").mkdir(parents=True)
+    long_ago = clock.wall() - 2 * UNKNOWN_S
+    for path in (root / "runs/forgotten/8/ledger", root / "runs/forgotten/8"):
+        os.utime(path, (long_ago, long_ago))
+
+    (root / "bundles/.gone-a-bundle.123/modules").mkdir(parents=True)  # by one that was killed
+    (root / "bundles/another").mkdir()
+    (unused := root / "chunks/5e/5e").parent.mkdir(parents=True)
+    unused.touch()
+    os.utime(unused, (long_ago, long_ago))
+
+    await home.tell(state, make("second", tmp_path / "head", b"probe"))
+    await sweep(mesh)  # at home nothing else goes
+    assert [path.name for path in (root / "bundles").iterdir()] == ["another"]
+    assert all((root / "runs" / name).is_dir() for name in (*kept, *gone)) and unused.exists()
+    await home.tell(state, make("head", tmp_path / "head", b"probe"))
+    await sweep(mesh)
+    assert all((root / "runs" / name).is_dir() for name in kept)
+    assert not any((root / "runs" / name).exists() for name in gone)
+    assert not (root / "runs/ended").exists() and not unused.exists()
+    await mesh.leave()
+    await state.close()
+
+
+ENDS_S = 60.0
+
+
+async def refused(
+    mesh: SmallMesh, settings: MeshSettings, *words: str, env: Mapping[str, str] = {}
+) -> Failure:
+    """The error that ends a process of the mesh under these settings."""
+    path, log = mesh.directory / "refusing.json", mesh.directory / "refused.log"
+    settings.to_file(path)
+    host = SystemHost()
+    child = host.spawn(
+        python(*words), name="refused", env={**env, SETTINGS_ENV: str(path)}, log=log
+    )
+    assert await child.wait(scaled(ENDS_S)) == 1, log.read_text()
+    failure = host.failure_of(child.pid, log)
+    assert failure is not None and failure.fatal, log.read_text()
+    return failure
+
+
+@pytest.mark.parametrize("module", ["meshrl.services.planner", "meshrl.services.weights"])
+async def test_an_address_that_is_not_of_this_host_is_named(mesh: SmallMesh, module: str) -> None:
+    settings = MeshSettings(
+        mesh.settings.redis_url,
+        str(mesh.directory),
+        bind="tcp://192.0.2.1:*",
+        host="here",
+        secret=SECRET,
+    )
+    failure = await refused(mesh, settings, module)
+    assert "cannot listen on tcp://192.0.2.1:*" in failure.text
+    assert failure.where == "mesh.bind" and failure.fix
+
+
+@pytest.mark.deep
+@pytest.mark.needs("compiler")
+async def test_a_host_without_gpus_or_with_too_few_says_so(mesh: SmallMesh, gpus: Gpus) -> None:
+    words = ["meshrl.services.node", "--device", "cuda", "--workers", "2"]
+    failure = await refused(mesh, mesh.settings, *words, env=gpus.environment)
+    assert "the driver lists 0 GPUs" in failure.text and "mesh.device" in failure.fix
+    gpus.gpu("GPU-a")
+    failure = await refused(mesh, mesh.settings, *words, env=gpus.environment)
+    assert "2 workers are asked for, and there are 1 GPUs" in failure.text
+    gpus.gpu("GPU-b")
+    hidden = gpus.environment | {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    failure = await refused(mesh, mesh.settings, *words, env=hidden)
+    assert "there are 1 GPUs (cuda:1 NVIDIA H100)" in failure.text
+
+
+def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Path) -> None:
+    path, logs = tmp_path / "engine-g1.log", HostLogFiles(tmp_path)
+    path.write_text("one\ntwo\nthr")
+    [file] = logs.listed()
+    assert (file.name, file.bytes) == ("engine-g1", 11)
+    end = logs.read("engine-g1", -5, 100)
+    assert (end.text, end.next, end.size) == ("o\nthr", 11, 11)
+    part = logs.read("engine-g1", 0, 6)
+    assert (part.text, part.next) == ("one\n", 4)
+    assert logs.read("engine-g1", part.next, 100).text == "two\n"
+    with path.open("a") as log:
+        log.write("ee\nfour")
+    assert logs.read("engine-g1", 8, 100).text == "three\n"
+    assert logs.read("engine-g1", 10_000, 100).text == ""
+
+
+def test_a_long_line_comes_in_pieces_and_no_part_is_larger_than_the_most(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("x" * (3 * MOST_BYTES))
+    part = HostLogFiles(tmp_path).read("a", 0, 10 * MOST_BYTES)
+    assert part.next == len(part.text) == MOST_BYTES
+
+
+@pytest.mark.parametrize("name", ["b", "../secret", "/etc/passwd", "", "secret\0"])
+def test_only_logs_are_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/a.log").write_text("a\n")
+    (tmp_path / "secret.log").write_text("hush\n")
+    with pytest.raises(NotFound):
+        HostLogFiles(tmp_path / "logs").read(name, 0, 10)

@@ -1,0 +1,87 @@
+"""What an agent says of its host: processors, memory, and a driver that hangs with its GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.api.stats import HostLoadStats
+from meshrl.common.base.errors import DeadlineExceeded
+from meshrl.common.base.random import Random
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.mesh.process.cores import Cores
+from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.services.node.agent import HostLoad
+from meshrl.services.node.gpus.watch import ANSWER_S, READ_S, GpuWatch
+from meshrl.sim.loop import VirtualClock
+from tests.meshes import alone
+from tests.simulated_host import SimulatedHost
+from tests.stories import virtually
+from tests.unit.common.generation.engines_under_test import StandingClock
+
+
+def test_busy_cores_are_the_mean_of_the_last_seconds_and_memory_is_what_is_left() -> None:
+    clock = StandingClock()
+    host = SimulatedHost(clock, Random(0))
+    load = HostLoad(alone("node/one", clock, Random(0), host), Path())
+    host.left = Room(memory=7, disk=9)
+    host.processors = Cores(4, 1000.0)
+    load.look()
+    assert load.stats == HostLoadStats(7, 9)
+    busy_s = 1000.0
+    for second in range(1, 21):
+        busy_s += 3.0 if second <= 10 else 0.5
+        clock.pass_(1.0)
+        host.processors = Cores(4, busy_s)
+        load.look()
+        if second in (1, 10):
+            assert (load.stats.cores, load.stats.busy_cores) == (4, 3.0)
+        if second == 12:
+            assert load.stats.busy_cores == (3 * 3.0 + 2 * 0.5) / 5
+    assert load.stats.busy_cores == 0.5
+
+
+def test_a_host_that_does_not_know_its_processors_says_nothing_of_them() -> None:
+    clock = StandingClock()
+    load = HostLoad(alone("node/one", clock, Random(0), SimulatedHost(clock, Random(0))), Path())
+    for _ in range(3):
+        load.look()
+        clock.pass_(1.0)
+    assert load.stats.memory_left_bytes is not None and load.stats.cores is None
+
+
+class HangingHost(SimulatedHost):
+    """What blocks here does not return; how often it was asked for."""
+
+    asked = 0
+
+    async def run_blocking(self, fn: Callable[..., Any], *args: Any, deadline_s: float) -> Any:
+        self.asked += 1
+        await asyncio.sleep(deadline_s)
+        raise DeadlineExceeded(f"it took longer than {deadline_s:g} s")
+
+
+@virtually(limit_s=3600.0)
+async def test_a_driver_that_hangs_is_told_once_and_asked_one_call_at_a_time(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    async def tell(kind: str, fields: dict[str, Any]) -> None:
+        told.append({"kind": kind, **fields})
+
+    host = HangingHost(clock, random, {})
+    settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+    mesh = alone("node/one", clock, random, host, settings=settings)
+    watch = GpuWatch(mesh, {"w0": Device("GPU-a", "NVIDIA H100", 80, 0)}, tell)
+    running = asyncio.create_task(watch.run())
+    await clock.sleep(3 * (ANSWER_S + READ_S) - 1)
+    running.cancel()
+    assert host.asked == 3
+    [event] = told
+    assert (event["kind"], event["what"], event["worker"]) == ("gpu", "lost", "w0")
+    assert event["why"] == "the driver does not answer for 30 s"
+    assert watch.stats()["gpu_lost"] == {"w0": 1}

@@ -1,0 +1,301 @@
+"""Shards and sandboxes of jobs: which run on a host, and with which isolation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import ConfigError, DeadlineExceeded
+from meshrl.common.base.random import Random
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.loading import digest_of, load_request
+from meshrl.common.job.config import EnvironmentConfig, JobConfig
+from meshrl.common.job.isolation import containment
+from meshrl.common.job.isolation.containment import IsolationTiers
+from meshrl.common.job.isolation.isolation import ORDER
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.supervision.ended import ended
+from meshrl.common.mesh.runtime.mesh import MeshSettings
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.state import jobs, leader
+from meshrl.common.state.pool.placing.decisions import Serve
+from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.redis.keys import PLANNER
+from meshrl.services.node.agent import NodeAgent
+from meshrl.services.node.gpus.accelerators import cpu_slots
+from meshrl.services.node.isolation import AGAIN_S, RARELY_S, SOON_S, OwnIsolation
+from meshrl.services.node.job_services import CHANGED_S
+from meshrl.sim.loop import VirtualClock
+from tests.load import scaled
+from tests.meshes import alone
+from tests.simulated_host import SimulatedChannel, SimulatedHost
+from tests.stories import virtually
+from tests.unit.node.smallmesh import WHY, SmallMesh, gone
+from tests.unit.node.test_failing_roles import DOCUMENT
+
+
+@pytest.mark.deep
+async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longer(
+    mesh: SmallMesh,
+) -> None:
+    agent = mesh.start_agent(workers=0)
+    names = ("sandbox/a/0", "sandbox/b/0", "sandbox/changed/0")
+    await mesh.write(Serve("here", names, WHY))
+    before = [await mesh.pid_of(name) for name in names]
+    agent.kill()
+    await agent.wait(scaled(5))
+    document = DOCUMENT | {"bundle": {"dir": "/gone", "digest": "d", "files": {}}}
+    await jobs.submit(mesh.state, "changed", document, "/gone", "submit")
+    before_it, agent = agent, mesh.start_agent(workers=0)
+    await mesh.pid_of("node/here", other_than=before_it.pid)
+    await mesh.publishes("node/here", "adopted_services", 3)
+    await mesh.pid_of(names[2], other_than=before[2])  # it would refuse what its job says now
+    os.kill(before[0], signal.SIGKILL)
+    again = await mesh.pid_of(names[0], other_than=before[0])
+    [end] = await mesh.told("process_ended", 1)
+    assert (end["name"], end["job"], end["why"]) == (names[0], "a", "signal 9")
+    assert await mesh.pid_of(names[1]) == before[1], "it was adopted"
+
+    await mesh.write(Serve("here", names[:1], WHY))
+    assert await gone(before[1])
+    assert await mesh.pid_of(names[0]) == again
+    agent.terminate()
+    assert await agent.wait(scaled(30)) == 0
+    assert await gone(again)
+    assert mesh.processes() == []
+
+
+@virtually(limit_s=3600.0)
+async def test_a_shard_that_cannot_run_fails_its_own_job_and_holds_up_no_other(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    started: list[str] = []
+
+    async def shard(arguments: list[str], channel: SimulatedChannel) -> None:
+        job = arguments[arguments.index("--job") + 1]
+        started.append(job)
+        if job == "bad":
+            raise ConfigError("no environment of that name")
+        await asyncio.Event().wait()
+
+    host = SimulatedHost(clock, random, {"meshrl.services.rollout": shard})
+    settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+    mesh = alone("node/one", clock, random, host, settings=settings)
+    (tmp_path / "mesh").mkdir()
+    for job in ("bad", "good"):
+        await jobs.submit(mesh.state, job, DOCUMENT, str(tmp_path), job)
+    led = await leader.campaign(mesh.state, PLANNER, "test", 1_000_000)
+    wanted = ("rollout/bad/0", "rollout/good/0", "rollout/good/1")
+    await pool.write(mesh.state, led, "serve", [Serve("one", wanted, WHY)], None)
+    agent = NodeAgent(mesh, cpu_slots(0), [], "w")
+    await agent.start()
+    await clock.sleep(5.0)
+    assert (await jobs.job(mesh.state, "bad")).phase == "failed"
+    assert "no environment of that name" in (await jobs.job(mesh.state, "bad")).error
+    assert (await jobs.job(mesh.state, "good")).phase == "queued"
+    assert started == ["bad", "good", "good"]
+    assert [end.job for end in await ended(mesh.state)] == ["bad"]
+    assert agent.stats().services == 2
+    await agent.leave()
+    assert not any(child.poll() is None for child in host.children.values())
+
+
+@virtually(limit_s=3600.0)
+async def test_a_sandbox_is_told_what_its_job_may_have_loaded_by_who_starts_it(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+
+    async def sandbox(arguments: list[str], channel: SimulatedChannel) -> None:
+        started.append(arguments)
+        await asyncio.Event().wait()
+
+    host = SimulatedHost(clock, random, {"meshrl.services.sandbox": sandbox})
+    settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+    mesh = alone("node/one", clock, random, host, settings=settings)
+    (tmp_path / "mesh").mkdir()
+    bundle = {"dir": str(tmp_path / "bundle"), "digest": "d1", "files": {}}
+    config = JobConfig(name="a", environment=EnvironmentConfig(tools={"add": "mine:add"}))
+    document = config.document() | {"bundle": bundle}
+    await jobs.submit(mesh.state, "a", document, str(tmp_path), "a")
+    led = await leader.campaign(mesh.state, PLANNER, "test", 1_000_000)
+    wanted = ("sandbox/a/0", "sandbox/gone/0")
+    await pool.write(mesh.state, led, "serve", [Serve("one", wanted, WHY)], None)
+    agent = NodeAgent(mesh, cpu_slots(0), [], "w")
+    await agent.start()
+    await clock.sleep(10.0)
+    # A shard's view of the job, on another host and whatever its worker is.
+    shard = JobData.of("a", document, str(tmp_path)).on("cuda")
+    shard = shard.elsewhere(tmp_path / "fetched", tmp_path / "own")
+    told = {args[args.index("--name") + 1]: args for args in started}
+    digest = digest_of(load_request(shard))
+    assert told["sandbox/a/0"][-2:] == ["--load", digest]
+    assert told["sandbox/gone/0"][-2:] == ["--load", "none"], "nothing at all"
+    # Its job goes on with other limits of what it runs.
+    document["sandbox"] = document["sandbox"] | {"wall_s": 77.0}
+    await jobs.change(mesh.state, "a", document, {}, "change")
+    await clock.sleep(2 * CHANGED_S)
+    changed = digest_of(load_request(JobData.of("a", document, str(tmp_path))))
+    [*_, last] = [args for args in started if "sandbox/a/0" in args]
+    assert last[-2:] == ["--load", changed] and changed != digest
+    assert sum("sandbox/gone/0" in args for args in started) == 1, "nothing is new there"
+    await agent.leave()
+
+
+@virtually(limit_s=3600.0)
+async def test_one_that_is_slow_to_end_holds_up_nobody(
+    clock: VirtualClock, random: Random, tmp_path: Path
+) -> None:
+    alive: list[str] = []
+
+    async def shard(arguments: list[str], channel: SimulatedChannel) -> None:
+        name = arguments[arguments.index("--job") + 1]
+        alive.append(name)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(6.0)
+            alive.remove(name)
+
+    host = SimulatedHost(clock, random, {"meshrl.services.rollout": shard})
+    settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
+    mesh = alone("node/one", clock, random, host, settings=settings)
+    led = await leader.campaign(mesh.state, PLANNER, "test", 1_000_000)
+    (tmp_path / "mesh").mkdir()
+
+    async def serve(*jobs: str) -> None:
+        wanted = tuple(f"rollout/{job}/0" for job in jobs)
+        decided = [Serve("one", wanted, WHY)]
+        await pool.write(mesh.state, led, random.token(), decided, None)
+
+    agent = NodeAgent(mesh, cpu_slots(0), [], "w")
+    await agent.start()
+    await serve("a", "b")
+    await clock.sleep(2.0)
+    await serve("b", "c")
+    await clock.sleep(2.0)
+    assert alive == ["a", "b", "c"]
+    await serve("a", "b", "c")  # wanted again while it ends: another one, and not before
+    await clock.sleep(2.0)
+    assert alive == ["a", "b", "c"]
+    await clock.sleep(6.0)
+    assert alive == ["b", "c", "a"]
+    await agent.leave()
+    assert alive == []
+
+
+class Tried(SystemHost):
+    """A host whose probes find, one after another, what a test says."""
+
+    def __init__(self, *found: IsolationTiers | DeadlineExceeded) -> None:
+        super().__init__()
+        self.left = [*found]
+
+    async def run_blocking(self, fn: Callable[..., Any], *args: Any, deadline_s: float) -> Any:
+        assert fn is containment.tiers
+        found = self.left.pop(0)
+        if isinstance(found, DeadlineExceeded):
+            raise found
+        return found
+
+
+class Naps(SystemClock):
+    """What is told before each nap; the last of them is for ever."""
+
+    def __init__(self, host: Tried) -> None:
+        self.host, self.told = host, list[tuple[list[str], float]]()
+        self.own: OwnIsolation | None = None
+        self.over = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        assert self.own is not None
+        self.told.append((self.own.tiers or [], seconds))
+        if not self.host.left:
+            self.over.set()
+            await asyncio.Event().wait()
+
+
+async def told(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[list[str], float]]:
+    """What a host says whose probes find this, and for how long it then waits; 0: it is done."""
+    host = Tried(*found)
+    clock = Naps(host)
+    mesh = surroundings(joinable=True)
+    mesh.host, mesh.clock = host, clock
+    clock.own = OwnIsolation(mesh, ["sandboxes"])
+    finding, over = asyncio.create_task(clock.own.run()), asyncio.create_task(clock.over.wait())
+    await asyncio.wait((finding, over), return_when=asyncio.FIRST_COMPLETED)
+    done = [(clock.own.tiers or [], 0.0)] if finding.done() else []
+    for task in (finding, over):
+        task.cancel()
+    await asyncio.gather(finding, over, return_exceptions=True)
+    return clock.told + done
+
+
+def surroundings(**settings: Any) -> Any:
+    return SimpleNamespace(
+        settings=MeshSettings(redis_url="", run_root="", host="here", **settings),
+        host=SystemHost(),
+        clock=SystemClock(),
+        telemetry=Telemetry("node/here"),
+    )
+
+
+async def test_a_host_that_takes_sandboxes_says_what_it_has_once_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")  # no bwrap there, and no runsc
+    found = await asyncio.to_thread(containment.tiers)
+    assert found.known and set(found.tiers) < {*ORDER} - {"bwrap", "cgroup", "runner"}
+    own = OwnIsolation(surroundings(joinable=True), ["shards", "sandboxes"])
+    assert own.tiers == ["trying"]
+    said = await told(*[found] * 3)
+    assert said[-1][0] == list(found.tiers) and said[-1][1] >= AGAIN_S, "tried again all the same"
+
+
+async def test_a_better_tier_that_failed_is_tried_again_and_told_once_it_works() -> None:
+    busy = IsolationTiers(("landlock",), sure=False)
+    assert await told(busy, IsolationTiers(("cgroup",))) == [
+        (["landlock", "trying"], SOON_S),
+        (["cgroup"], 0.0),
+    ]
+    assert await told(busy, busy, busy, IsolationTiers(("bwrap",))) == [
+        *[(["landlock", "trying"], SOON_S)] * 2,
+        (["landlock"], AGAIN_S),
+        (["bwrap"], 0.0),
+    ]
+
+
+async def test_a_probe_that_fails_itself_says_nothing_of_the_host_and_takes_nothing_away() -> None:
+    late = DeadlineExceeded("late")
+    assert await told(
+        late, late, IsolationTiers((), sure=False, known=False), IsolationTiers(("bwrap",))
+    ) == [
+        *[(["trying"], AGAIN_S)] * 3,
+        (["bwrap"], 0.0),
+    ]
+    lost = await told(
+        IsolationTiers(("bwrap", "runner"), sure=False), *[IsolationTiers((), sure=False)] * 2
+    )
+    assert lost[-1] == (["bwrap", "runner"], AGAIN_S)
+
+
+async def test_what_only_another_setting_of_the_host_gives_is_looked_for_rarely() -> None:
+    assert await told(IsolationTiers(("landlock",))) == [(["landlock"], RARELY_S)]
+    assert await told(IsolationTiers(())) == [([], AGAIN_S)]
+
+
+async def test_nothing_is_tried_on_the_only_host_nor_where_no_sandbox_comes() -> None:
+    for own in (
+        OwnIsolation(surroundings(), ["sandboxes"]),
+        OwnIsolation(surroundings(joinable=True), ["shards"]),
+    ):
+        await own.run()
+        assert own.tiers is None

@@ -1,0 +1,298 @@
+"""Residents take turns through the keeper of their gang: one computes at a time, whoever dies,
+hangs, is cancelled or asks too early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from meshrl.common.api.node import TakeTurn, Worker
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.patience import NotThere
+from meshrl.common.mesh.runtime.seams import Seams
+from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
+from meshrl.services.node.residents.turn_keeper import LEAVE_S, KeepsTurns, TurnKeeper
+from meshrl.services.node.residents.turns import Leases
+from meshrl.sim.loop import VirtualClock, VirtualLoop, run_virtual
+from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.redis.state import simulated_state
+from tests.simulated_host import SimulatedHost
+from tests.stories import story_on, virtually
+
+LEASES = Leases(factor=2.0, floor_s=5.0, cap_s=60.0, unknown_s=20.0)
+MINE = ("take_turn", "give_back", "end_resident")
+
+
+def refusing(method: Any) -> Any:
+    async def refuse(self: KeepsTurns, request: Any) -> Any:
+        raise Refused("a keeper of turns and nothing else")
+
+    return call(method)(refuse)
+
+
+REST = {name: refusing(method) for name, method in Worker.methods.items() if name not in MINE}
+
+
+class Stage:
+    """Two workers of a gang of two, and residents on either and on both."""
+
+    def __init__(self, clock: VirtualClock, random: Random) -> None:
+        self.clock, self.random = clock, random
+        self.state = simulated_state(clock)
+        self.network = MemoryNetwork(clock, random.child("network"))
+        self.computing: list[tuple[str, float, float]] = []
+        self.killed: list[tuple[str, str, int]] = []  # worker, resident, generation
+        self.gang = Gang(
+            "g0",
+            ("w0", "w1"),
+            1,
+            (
+                Resident("g0.0", "j", Role.ROLLOUT, turns=True),
+                Resident("g0.1", "j", Role.TRAINING, core=True, ranks=(0, 1), turns=True),
+                Resident("g0.2", "k", Role.ROLLOUT, ranks=(1,), turns=True),
+            ),
+        )
+
+    def mesh(self, name: str) -> Mesh:
+        return Mesh(
+            name,
+            name.partition("/")[0],
+            Seams(
+                state=self.state,
+                transport=MemoryTransport(self.network, f"mem://{name}/{self.random.random()}"),
+                clock=self.clock,
+                random=Random(self.random.randrange(1 << 30)),
+                host=SimulatedHost(self.clock, self.random.child(f"host {name}")),
+            ),
+        )
+
+    async def worker(self, worker: str) -> tuple[Mesh, TurnKeeper]:
+        mesh = self.mesh(f"worker/{worker}")
+
+        async def kill(resident: str, generation: int, why: str) -> None:
+            await self.clock.sleep(1.0)
+            self.killed.append((worker, resident, generation))
+
+        actor = type("OnlyTurns", (KeepsTurns,), {"interface": Worker, **REST})()
+        actor.turns = TurnKeeper(mesh, worker, kill, LEASES)
+        actor.turns.follow(self.gang)
+        await mesh.join(actor)
+        self.running = asyncio.create_task(actor.turns.run())
+        return mesh, actor.turns
+
+    async def resident(self, number: int, *, generation: int = 1) -> tuple[Mesh, Turns]:
+        mesh = self.mesh(f"engine/g0.{number}")
+        await mesh.join(None)
+        return mesh, Turns(mesh, "worker/w0", f"g0.{number}", generation, enabled=True)
+
+    async def computes(self, name: str, turns: Turns, lasts_s: float, times: int = 1) -> None:
+        for _ in range(times):
+            async with turns.turn("generate"):
+                began = self.clock.monotonic()
+                await self.clock.sleep(lasts_s)
+                self.computing.append((name, began, self.clock.monotonic()))
+
+    def overlapping(self, *names: str) -> bool:
+        mine = sorted((b, e) for n, b, e in self.computing if n in names)
+        return any(end > begin for (_, end), (begin, _) in itertools.pairwise(mine))
+
+
+def on_stage(story: Callable[[Stage], Awaitable[None]]) -> None:
+    async def main(clock: VirtualClock, random: Random) -> None:
+        await story(Stage(clock, random))
+
+    run_virtual(main, limit_s=7200.0)
+
+
+@story_on(on_stage)
+async def test_those_that_share_a_worker_compute_one_after_the_other_and_all_progress(
+    stage: Stage,
+) -> None:
+    await stage.worker("w0")
+    (_, a), (_, b), (_, c) = [await stage.resident(i) for i in range(3)]
+    await asyncio.gather(
+        stage.computes("a", a, 0.2, times=20),
+        stage.computes("b", b, 1.0, times=20),
+        stage.computes("c", c, 0.2, times=20),
+    )
+    assert not stage.overlapping("a", "b")
+    assert not stage.overlapping("b", "c")
+    assert stage.overlapping("a", "c")  # they share no rank
+    for _, _begin, end in [row for row in stage.computing if row[0] == "b"][:18]:
+        after = [n for n, b, _ in stage.computing if end <= b < end + 0.6]
+        assert "a" in after  # nobody waits for more than one turn of another
+    assert {t.taken for t in (a, b, c)} == {20}
+    assert a.expected_s("generate") == pytest.approx(0.2)
+
+
+@story_on(on_stage)
+async def test_a_holder_that_gives_nothing_back_is_killed_on_all_its_workers_and_the_next_goes_on(
+    stage: Stage,
+) -> None:
+    _, keeper = await stage.worker("w0")
+    await stage.worker("w1")
+    (_, engine), (_, core) = [await stage.resident(i) for i in (0, 1)]
+    await core.take("train_step")
+    began = stage.clock.monotonic()
+    await stage.computes("engine", engine, 0.2)
+    waited = stage.clock.monotonic() - began
+    assert LEASES.unknown_s + 1.0 <= waited <= LEASES.unknown_s + 3.0  # until it was dead
+    assert sorted(stage.killed) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
+    assert keeper.stats().turns_killed == 1
+
+
+@virtually()
+async def test_a_host_that_stood_still_gives_its_holders_the_time_that_they_had_left(
+    clock: VirtualClock, random: Random
+) -> None:
+    stage = Stage(clock, random)
+    killed: list[str] = []
+
+    async def kill(resident: str, generation: int, why: str) -> None:
+        killed.append(resident)
+
+    keeper = TurnKeeper(stage.mesh("worker/w0"), "w0", kill, LEASES)
+    keeper.follow(stage.gang)
+    running = asyncio.create_task(keeper.run())
+    await keeper.take(TakeTurn("g0.0", 1, "engine/g0.0", "a", 1, "generate", 3.0))
+    await clock.sleep(1.0)
+    cast(VirtualLoop, asyncio.get_running_loop()).now += 600.0  # the keeper looks first
+    await clock.sleep(3.0)
+    assert keeper.stats().turn_of == ["g0.0"] and killed == []
+    await clock.sleep(5.0)
+    assert keeper.stats().turn_of == [] and killed == ["g0.0"]
+    running.cancel()
+
+
+@story_on(on_stage)
+async def test_the_next_start_of_a_holder_that_has_died_is_not_killed_for_it(stage: Stage) -> None:
+    await stage.worker("w0")
+    (dies, core), (_, engine) = [await stage.resident(i) for i in (1, 0)]
+    await core.take("train_step")
+    await dies.leave()
+    await stage.resident(1)
+    began = stage.clock.monotonic()
+    await stage.computes("engine", engine, 0.2)
+    assert stage.clock.monotonic() - began < LEASES.floor_s
+    assert stage.killed == []
+
+
+@story_on(on_stage)
+async def test_who_is_cancelled_gives_back_what_it_held_or_waited_for(stage: Stage) -> None:
+    _, keeper = await stage.worker("w0")
+    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+    holds = asyncio.create_task(stage.computes("a", a, 100.0))
+    await stage.clock.sleep(1.0)
+    waits = asyncio.create_task(stage.computes("b", b, 1.0))
+    await stage.clock.sleep(1.0)
+    waits.cancel()
+    await asyncio.gather(waits, return_exceptions=True)
+    holds.cancel()
+    await stage.clock.sleep(1.0)
+    assert keeper.stats().turn_of == []
+    await stage.computes("b", b, 1.0)
+    assert stage.killed == []
+
+
+@story_on(on_stage)
+async def test_a_piece_that_nobody_waits_for_any_more_keeps_its_turn_to_its_end(
+    stage: Stage,
+) -> None:
+    await stage.worker("w0")
+    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+
+    async def work() -> None:
+        await stage.clock.sleep(3.0)
+        stage.computing.append(("a", began, stage.clock.monotonic()))
+
+    began = stage.clock.monotonic()
+    cancelled = asyncio.create_task(a.run("train_step", work))
+    await stage.clock.sleep(1.0)
+    cancelled.cancel()
+    await stage.computes("b", b, 1.0)
+    assert [name for name, _, _ in stage.computing] == ["a", "b"]
+    assert not stage.overlapping("a", "b")
+
+
+@story_on(on_stage)
+async def test_a_keeper_that_starts_again_is_asked_again(stage: Stage) -> None:
+    mesh, _ = await stage.worker("w0")
+    (_, a), (_, b) = [await stage.resident(i) for i in (0, 1)]
+    holding = asyncio.create_task(stage.computes("a", a, 3.0))
+    await stage.clock.sleep(1.0)
+    waiting = asyncio.create_task(stage.computes("b", b, 1.0))
+    await stage.clock.sleep(1.0)
+    stage.running.cancel()
+    await mesh.leave()
+    await stage.worker("w0")
+    await asyncio.gather(holding, waiting)
+    assert {name for name, _, _ in stage.computing} == {"a", "b"}
+    assert stage.killed == []
+
+
+@story_on(on_stage)
+async def test_who_asks_before_the_keeper_has_read_of_it_is_served_soon_after(stage: Stage) -> None:
+    whole = stage.gang
+    stage.gang = replace(whole, residents=whole.residents[:1])
+    _, keeper = await stage.worker("w0")
+    _, core = await stage.resident(1)
+    asking = asyncio.create_task(stage.computes("core", core, 0.1))
+    await stage.clock.sleep(2.0)
+    assert not asking.done()
+    keeper.follow(whole)
+    await stage.clock.sleep(1.0)
+    assert asking.done()
+
+
+@story_on(on_stage)
+async def test_a_resident_that_leaves_the_record_is_ended_unless_it_gives_its_turn_back_soon(
+    stage: Stage,
+) -> None:
+    _, keeper = await stage.worker("w0")
+    await stage.worker("w1")
+    (_, engine), (_, core) = [await stage.resident(i) for i in (0, 1)]
+    core._longest_s["train_step"] = 30.0  # by the pieces before
+    await core.take("train_step")
+    keeper.follow(replace(stage.gang, residents=stage.gang.residents[:1]))
+    began = stage.clock.monotonic()
+    await stage.computes("engine", engine, 0.2)
+    assert stage.clock.monotonic() - began == pytest.approx(LEAVE_S + 1.0, abs=1.5)
+    assert sorted(stage.killed) == [("w0", "g0.1", 1), ("w1", "g0.1", 1)]
+
+
+@story_on(on_stage)
+async def test_turns_are_taken_only_where_they_are_and_a_turn_within_a_turn_is_refused(
+    stage: Stage,
+) -> None:
+    _, keeper = await stage.worker("w0")
+    _, turns = await stage.resident(0)
+    await turns.settle(False)
+    free = asyncio.create_task(stage.computes("free", turns, 2.0))
+    await stage.clock.sleep(1.0)
+    await turns.settle(True)  # waits for what runs without
+    assert free.done()
+    assert keeper.granted == 0
+    async with turns.turn("generate"):
+        with pytest.raises(Refused, match="begins within a turn"):
+            async with turns.turn("sync"):
+                pass
+    assert keeper.granted == 1
+
+
+@story_on(on_stage)
+async def test_a_generation_that_is_not_on_record_gets_no_turn(stage: Stage) -> None:
+    await stage.worker("w0")
+    mesh, _ = await stage.resident(0)
+    old = TakeTurn("g0.0", 0, mesh.name, mesh.incarnation, 1, "generate", 1.0)
+    with pytest.raises(NotThere, match="generation 0"):
+        await mesh.ref("worker/w0").call(Worker.take_turn, old)
