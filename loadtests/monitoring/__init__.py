@@ -1,1 +1,1 @@
-"""Makes each alert of compose/monitoring fire on a real mesh, and clear. Open `scenes.py` first."""
+"""Makes each alert of compose/monitoring fire on a real mesh, and clear. Open `mesh.py` first."""

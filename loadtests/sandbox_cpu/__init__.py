@@ -1,1 +1,1 @@
-"""Jails that spin. Open `spinning.py` first."""
+"""Jails that spin."""

@@ -1,1 +1,1 @@
-"""Growth of a mesh that trains. Open `growing.py` first."""
+"""Growth of a mesh that trains."""
