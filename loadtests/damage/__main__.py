@@ -307,10 +307,14 @@ def summary(verdicts: list[dict[str, Any]]) -> dict[str, Any]:
     count = Counter(verdict["outcome"] for verdict in verdicts)
     made = len(verdicts) - count["skipped"]
     return {
+        "trials": made,
+        "skipped": count["skipped"],
         "hung": count["hung"],
         "silent": count["silent"],
         "named": count["named"],
         "recovered": round(count["recovered"] / made, 3) if made else None,
+        "lost": sum(verdict["lost"] or 0 for verdict in verdicts),
+        "trained_twice": sum(verdict["trained_twice"] or 0 for verdict in verdicts),
         "wrong": [v["name"] for v in verdicts if v["outcome"] in ("hung", "silent")],
     }
 
