@@ -20,6 +20,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
@@ -30,6 +31,7 @@ from loadtests.paced.running import honest
 from loadtests.paced.running import run as run_real
 from loadtests.regret.drawn import drawn
 from loadtests.regret.real import JOBS, MOST
+from loadtests.simulator.virtually import run_virtually
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.job.pace import profile, training_profile
 from meshrl.sim.cluster.model.cluster import Cluster, SimHosts
@@ -39,7 +41,6 @@ from meshrl.sim.cluster.model.training import PacedTraining
 from meshrl.sim.cluster.model.workload import LogNormal
 from meshrl.sim.drift import Drift
 from meshrl.sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
-from meshrl.sim.mesh.paced import run
 
 ERROR = 0.15
 UNTIL_S = 14_400.0
@@ -116,18 +117,10 @@ def shortened(job: PacedWorkload, steps: int) -> PacedWorkload:
     return job.of_steps(steps) if steps else job
 
 
-def _virtual(task: tuple[int, PacedWorkload]) -> tuple[int, PacedWorkload, float, float]:
-    seed, workload = task
-    found = run(workload, seed)
-    if found.failures:
-        raise RuntimeError(f"seed {seed}: {found.failures}")
-    return seed, workload, found.rl_s / workload.steps, found.cpu_s
-
-
 def virtual(tasks: Sequence[tuple[int, PacedWorkload]], processes: int) -> dict[str, Any]:
     errors, theirs_s, ours_s = [], 0.0, 0.0
-    with get_context("spawn").Pool(min(processes, len(tasks))) as pool:
-        for seed, workload, step_s, cpu_s in pool.imap(_virtual, tasks):
+    with ProcessPoolExecutor(min(processes, len(tasks)), get_context("spawn")) as pool:
+        for seed, workload, step_s, cpu_s in pool.map(run_virtually, tasks):
             found_s, took_s = simulated(workload, seed)
             errors.append(found_s / step_s - 1)
             theirs_s, ours_s = theirs_s + cpu_s, ours_s + took_s
