@@ -71,6 +71,7 @@ class Found:
     silent: list[str] = field(default_factory=list)
     worst: float = 0.0
     refused: int = 0
+    equal_changed: int = 0
 
 
 def compare(random: Random, number: int, length: int, paths: Sequence[str], found: Found) -> None:
@@ -214,7 +215,9 @@ def check_changed(random: Random, directory: Path, what: str, found: Found) -> N
     except Exception as error:  # whatever it is, it is not what we read
         found.silent.append(f"{what}, {change_made}: read, where transformers fails: {error}")
         return
-    if not far <= TOLERANCE:
+    if far <= TOLERANCE:
+        found.equal_changed += 1
+    else:
         found.silent.append(f"{what}, {change_made}: read, and {far} away")
 
 
@@ -237,5 +240,6 @@ def run(
         "unequal": len(found.unequal),
         "silent": len(found.silent),
         "refused": found.refused,
+        "equal_changed": found.equal_changed,
         "worst": found.worst,
     }
