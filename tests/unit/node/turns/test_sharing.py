@@ -57,7 +57,7 @@ def overlap(directory: Path) -> bool:
     return any(end > begin for (_, end), (begin, _) in itertools.pairwise(pieces))
 
 
-@pytest.mark.rotating(2)
+@pytest.mark.deep  # stops a process until that falls into its turn, which costs up to 11 CPU-s
 async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_turn_is_killed(
     mesh: SmallMesh,
 ) -> None:
