@@ -8,7 +8,7 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.sdist import sdist
 
-LINKED = ("common", "kernels", "services", "sim")
+LINKED = [place.name for place in Path("meshrl").iterdir() if place.is_symlink()]
 
 
 class SdistWithLinks(sdist):
