@@ -1,7 +1,8 @@
-"""Processes of load tests: what they print first, what they have used."""
+"""Processes and tasks of load tests: what they print first, what they have used."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,10 +11,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 OF_PROCESS = 2  # the kind of a CPU clock that counts all threads of a process
@@ -36,9 +37,30 @@ def served(module: str, *words: str) -> Iterator[tuple[int, str]]:
             process.kill()
 
 
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Run work beside the block, and end it with the block."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of a process with one thread for each computation."""
     return os.environ | {"OMP_NUM_THREADS": "1"} | more
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """Mount a file system of a size, as of tmpfs, at a folder until the end of the block."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def drop_caches() -> bool:

@@ -81,7 +81,8 @@ def attempt(mistake: Mistake) -> Verdict:
             place.config(**mistake.config)
         try:
             how, *arguments = mistake.prepare or ("",)
-            with PREPARATIONS[how](place, *arguments) if how else nullcontext():
+            prepared = PREPARATIONS[how](place, *arguments) if how else None
+            with prepared or nullcontext():
                 before = place.contents()
                 command = _Trial(place.root, *mistake.argv, **mistake.environ)
                 try:
@@ -125,8 +126,9 @@ def _judge(
         for name, digest in before.items()
         if after.get(name) != digest and not name.startswith(mistake.changes or ("\0",))
     )
-    if not mistake.running and (new := [name for name in after if _is_run(name, before)]):
-        faults.append(f"left {new[0]}")
+    runs = [name for name in after.keys() - before.keys() if Path(name).parent == Path("runs")]
+    if runs and not mistake.running:
+        faults.append(f"left {min(runs)}")
     return Verdict(
         name=mistake.name,
         running=mistake.running,
@@ -137,10 +139,6 @@ def _judge(
         destroyed=changed,
         output=text[-2000:],
     )
-
-
-def _is_run(name: str, before: dict[str, str]) -> bool:
-    return name not in before and Path(name).parent == Path("runs")
 
 
 def main() -> int:

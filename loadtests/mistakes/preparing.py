@@ -1,4 +1,5 @@
-"""Preparations of a mistake that are more than files: context managers over its folder, by name.
+"""Preparations of a mistake that are more than files, by name: changes of its folder, or context
+managers where something lasts as long as the command.
 
 Changes of the model and the tokenizer, conditions of the host (ports, servers, an interpreter, room
 on a disk), and runs that the command is about: finished, under way, incomplete or corrupt.
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from loadtests.measuring.processes import environment, small_disk
 from loadtests.mistakes.job import Place
 from loadtests.mistakes.mistake import NotPreparedError
 
@@ -85,37 +87,21 @@ def _add_small_reference(place: Place) -> None:
     save_file(tensors | {name: tensors[name][:40].clone()}, file, metadata={"format": "pt"})
 
 
-def _lasting(change: Callable[..., None]) -> Callable[..., AbstractContextManager[None]]:
-    """Return a preparation that changes the place and undoes nothing."""
-
-    @contextmanager
-    def prepare(place: Place, *arguments: Any) -> Iterator[None]:
-        change(place, *arguments)
-        yield
-
-    return prepare
+def _take_port(place: Place, port: int) -> socket.socket:
+    return socket.create_server(("127.0.0.1", port))
 
 
-@contextmanager
-def _take_port(place: Place, port: int) -> Iterator[None]:
-    with socket.create_server(("127.0.0.1", port)):
-        yield
+def _serve_web(place: Place, port: int) -> AbstractContextManager[None]:
+    argv = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    return _serving(argv, port)
 
 
-@contextmanager
-def _serve_web(place: Place, port: int) -> Iterator[None]:
-    with _serving([sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"], port):
-        yield
-
-
-@contextmanager
-def _serve_redis(place: Place, port: int) -> Iterator[None]:
+def _serve_redis(place: Place, port: int) -> AbstractContextManager[None]:
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise NotPreparedError("apt-get install redis-server")
     argv = [program, "--port", str(port), "--requirepass", _PASSWORD, "--save", ""]
-    with _serving(argv, port):
-        yield
+    return _serving(argv, port)
 
 
 @contextmanager
@@ -133,38 +119,26 @@ def _serving(argv: list[str], port: int) -> Iterator[None]:
             server.terminate()
 
 
-@contextmanager
-def _mount_small_disk(place: Place, size_kb: int) -> Iterator[None]:
+def _mount_small_disk(place: Place, size_kb: int) -> AbstractContextManager[None]:
     """Make `runs` a file system that holds a start and not a run."""
-    folder = place.path("runs")
-    folder.mkdir()
-    options = f"size={size_kb}k"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
+    place.path("runs").mkdir()
+    return small_disk(place.path("runs"), f"{size_kb}k")
 
 
-@contextmanager
-def _write_unexecutable(place: Place) -> Iterator[None]:
+def _write_unexecutable(place: Place) -> None:
     place.write("python", "#!/bin/sh\n")
     os.chmod(place.path("python"), 0o644)
-    yield
 
 
-@contextmanager
-def _use_own_interpreter(place: Place) -> Iterator[None]:
+def _use_own_interpreter(place: Place) -> None:
     """Have SGLang run by this interpreter, which lacks it."""
     place.set({"rollout.engine": "sglang", "rollout.sglang_python": sys.executable})
-    yield
 
 
 def _meshrl(place: Place, *argv: str) -> subprocess.Popen[bytes]:
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
     log = (place.root.parent / "prepared.log").open("ab")
     command = [sys.executable, "-m", "meshrl", *argv]
-    return subprocess.Popen(command, cwd=place.root, env=environ, stdout=log, stderr=log)
+    return subprocess.Popen(command, cwd=place.root, env=environment(), stdout=log, stderr=log)
 
 
 def _require(condition: bool, why: str) -> None:
@@ -172,12 +146,10 @@ def _require(condition: bool, why: str) -> None:
         raise NotPreparedError(why)
 
 
-@contextmanager
-def _finish(place: Place) -> Iterator[None]:
+def _finish(place: Place) -> None:
     """Make a run that has ended, its two steps trained."""
     status = _meshrl(place, "run", "job.toml").wait(_BEGUN_S)
     _require(status == 0, (place.root.parent / "prepared.log").read_text()[-500:])
-    yield
 
 
 @contextmanager
@@ -203,59 +175,51 @@ def _keep_running(place: Place) -> Iterator[None]:
         program.wait(_BEGUN_S)
 
 
-@contextmanager
-def _drop_files(place: Place, *names: str) -> Iterator[None]:
+def _drop_files(place: Place, *names: str) -> None:
     """Make a finished run that lacks some of its files."""
-    with _finish(place):
-        for name in names:
-            found = list(place.path(_RUN).glob(name))
-            _require(bool(found), f"a run has no {name}")
-            for path in found:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield
+    _finish(place)
+    for name in names:
+        found = list(place.path(_RUN).glob(name))
+        _require(bool(found), f"a run has no {name}")
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@contextmanager
-def _edit_job(place: Place, keys: Mapping[str, Any]) -> Iterator[None]:
+def _edit_job(place: Place, keys: Mapping[str, Any]) -> None:
     """Make a finished run whose job file has changed since."""
-    with _finish(place):
-        place.set(keys)
-        yield
+    _finish(place)
+    place.set(keys)
 
 
-@contextmanager
-def _link(place: Place) -> Iterator[None]:
+def _link(place: Place) -> None:
     """Make `runs/mine` a link to a folder of the user's."""
     place.write("thesis/chapter.tex", "years of work\n")
     place.path("runs").mkdir()
     place.path(_RUN).symlink_to(place.path("thesis"))
-    yield
 
 
-@contextmanager
-def _corrupt_redis(place: Place, harm: str) -> Iterator[None]:
+def _corrupt_redis(place: Place, harm: str) -> None:
     """Make a finished run whose Redis data is missing, or has a bit flipped."""
-    with _finish(place):
-        folder = place.path(_APPEND_ONLY)
-        if harm == "missing":
-            shutil.rmtree(folder)
-        else:
-            [file] = folder.glob("*.incr.aof")
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
-            file.write_bytes(content)
-        yield
+    _finish(place)
+    folder = place.path(_APPEND_ONLY)
+    if harm == "missing":
+        shutil.rmtree(folder)
+    else:
+        [file] = folder.glob("*.incr.aof")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
 
 
-PREPARATIONS: Mapping[str, Callable[..., AbstractContextManager[None]]] = {
-    "matrices": _lasting(_change_matrices),
-    "truncated_weights": _lasting(_truncate),
-    "missing_shard": _lasting(_drop_shard),
-    "nan_weight": _lasting(_set_nan),
-    "missing_tensor": _lasting(_drop_tensor),
-    "further_tensor": _lasting(_add_tensor),
-    "further_token": _lasting(_add_token),
-    "small_reference": _lasting(_add_small_reference),
+PREPARATIONS: Mapping[str, Callable[..., AbstractContextManager[object] | None]] = {
+    "matrices": _change_matrices,
+    "truncated_weights": _truncate,
+    "missing_shard": _drop_shard,
+    "nan_weight": _set_nan,
+    "missing_tensor": _drop_tensor,
+    "further_tensor": _add_tensor,
+    "further_token": _add_token,
+    "small_reference": _add_small_reference,
     "taken_port": _take_port,
     "web_server": _serve_web,
     "redis_server": _serve_redis,
