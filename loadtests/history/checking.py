@@ -227,23 +227,18 @@ def _by_term(story: Story) -> Counter[str]:
 
 def _account(story: Story, files: Files) -> dict[str, Any]:
     """Return the trajectories by what became of them; a group that ends twice is a problem."""
-    found, ends = dict(story.base), {group: list(all_) for group, all_ in story.ends.items()}
+    found = dict(_by_term(story))
+    ends = {group: [term for term, _, _ in hows] for group, hows in story.ends.items()}
     trained: Counter[int] = Counter()
     for number, rows in story.steps.items():
         for row in rows:
-            term = "filtered" if row["filtered"] else "trained"
             trained[row["group"]] += not row["filtered"]
-            failed = row["samples"] - row["scored"]
-            ends.setdefault(row["group"], []).append((term, row["scored"], failed))
+            ends.setdefault(row["group"], []).append("filtered" if row["filtered"] else "trained")
             if row["group"] not in story.sizes:
                 files.problems.append(f"step {number} took group {row['group']}: nobody opened it")
-    for group, hows in ends.items():
-        if len(hows) > 1:
-            terms = " and ".join(term for term, _, _ in hows)
-            files.problems.append(f"group {group} ended more than once: {terms}")
-        for term, trajectories, failed in hows:
-            found[term] += trajectories
-            found["typed_drops"] += failed
+    for group, terms in ends.items():
+        if len(terms) > 1:
+            files.problems.append(f"group {group} ended more than once: {' and '.join(terms)}")
     found["opened"] += sum(story.sizes.values())
     found["in_flight"] = _in_flight(story, files, story.sizes.keys() - ends.keys())
     found["lost"] = found["opened"] - sum(found[term] for term in (*TERMS[1:], "in_flight"))
