@@ -27,6 +27,7 @@ from loadtests.chaos.faults import RUN_S, Chaos, run
 from loadtests.chaos.verdict import verdict
 from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.measuring.entry import options, report, tell
+from loadtests.measuring.processes import beside
 from meshrl.client.client import Client
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import jobs
@@ -44,25 +45,18 @@ async def several(arguments: argparse.Namespace) -> dict[str, Any]:
     summaries: dict[Path, dict[str, Any]] = {}
     async with mesh_up(folder, WORKERS * arguments.jobs) as mesh:
         disturbing = Chaos(mesh.root, arguments.seed, kinds, arguments.count)
-        faults = asyncio.create_task(disturbing.wreak())
         try:
-            async with asyncio.timeout(RUN_S):
+            async with beside(disturbing.wreak()) as faults, asyncio.timeout(RUN_S):
                 while not summaries or not faults.done():
                     names = [f"job{len(summaries) + number}" for number in range(arguments.jobs)]
                     for number, name in enumerate(names):
                         changes = [f"seed={number}", *(arguments.set or [])]
                         await _submitted(mesh, arguments.job, name, changes)
                     ended = await asyncio.gather(*(_over(mesh, name) for name in names))
-                    summaries |= {
-                        mesh.root / name: summary
-                        for name, summary in zip(names, ended, strict=True)
-                    }
-            faults.result()
+                    summaries.update(zip((mesh.root / name for name in names), ended, strict=True))
+                faults.result()
         except TimeoutError:
             print("the jobs hang", file=sys.stderr)
-        finally:
-            faults.cancel()
-            await asyncio.gather(faults, return_exceptions=True)
     return verdict(summaries, disturbing.report, arguments.count)
 
 

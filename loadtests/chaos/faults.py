@@ -9,25 +9,24 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from loadtests.chaos.verdict import Report, summary_in, verdict
+from loadtests.chaos.verdict import Report, verdict
 from loadtests.damage.files import KINDS, LAUNCHER, harm
 from loadtests.measuring.commands import meshrl
 from loadtests.measuring.entry import tell
-from loadtests.measuring.meshed import living
+from loadtests.measuring.meshed import living, opened
+from loadtests.measuring.processes import beside, small_disk
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import jobs
-from meshrl.common.state.redis.client import State
+from meshrl.directory.places import read_if_whole
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
@@ -43,6 +42,7 @@ UNREGISTERED = {
     "valkey": "redis",
     "module:meshrl.common.mesh.process.forking.nursery": "nursery",
 }
+WITHOUT_LEASE = ("environment", "nursery", "redis")
 WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
 
 
@@ -134,14 +134,17 @@ class Chaos:
         """Stops a process until its lease has expired; how soon it was named as the culprit."""
         os.kill(target.pid, signal.SIGSTOP)
         began = time.monotonic()
-        lasts = STOPPED_S if target.kind in LEASED else WITHOUT_LEASE_S
+        lasts = WITHOUT_LEASE_S if target.kind in WITHOUT_LEASE else STOPPED_S
         named: float | None = None
         waited = False
-        polls: list[dict[str, Any]] = []
+        polls: list[dict[str, Any]] = []  # evidence for a stop that is never named
         try:
             while (passed := time.monotonic() - began) < lasts:
-                stalls = await self._stalls()
-                polls.append(_poll(time.monotonic() - began, passed, stalls))
+                stalls, at = await self._stalls(), time.monotonic() - began
+                told = [f"{one['waiter']} -> {one['culprit']}: {one['reason']}" for one in stalls]
+                polls.append(
+                    {"at_s": round(at, 2), "took_s": round(at - passed, 2), "stalls": told}
+                )
                 for stall in stalls:
                     if stall["culprit"] == target.name and not waited:
                         named, waited = time.monotonic() - began, bool(stall["waiter"])
@@ -202,45 +205,25 @@ class Chaos:
 
     async def _phase(self) -> str:
         try:
-            state = await State.open(self._url, connect_s=2.0)
+            async with opened(self._url, connect_s=2.0) as state:
+                phases = [row.phase for row in await jobs.jobs(state)] or [jobs.Phase.QUEUED]
         except (MeshError, OSError, ValueError):
             return "unknown"
-        try:
-            phases = [row.phase for row in await jobs.jobs(state)] or [jobs.Phase.QUEUED]
-            return jobs.Phase.TRAINING if jobs.Phase.TRAINING in phases else phases[-1]
-        except MeshError:
-            return "unknown"
-        finally:
-            await state.close()
-
-
-LEASED = (
-    "planner",
-    "rollout",
-    "weights",
-    "sandbox",
-    "node",
-    "worker",
-    "engine",
-    "trainer",
-    "hybrid",
-)
+        return jobs.Phase.TRAINING if jobs.Phase.TRAINING in phases else phases[-1]
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     kinds = arguments.faults.split(",")
     folder = Path(tempfile.mkdtemp(prefix="meshrl-chaos-"))
-    with _disk_of_its_own(folder) if "full" in kinds else contextlib.nullcontext():
+    with small_disk(folder, DISK) if "full" in kinds else contextlib.nullcontext():
         out = arguments.out or folder / "run"
         chaos = Chaos(out, arguments.seed, kinds, arguments.count)
-        faults = asyncio.create_task(chaos.wreak())
-        log = folder.with_name(f"{folder.name}.log")
-        status = await _followed(arguments, chaos, faults, log)
-        if faults.done():
-            faults.result()  # what went wrong with the injection is no verdict on the mesh
-        faults.cancel()
-        await asyncio.gather(faults, return_exceptions=True)
-        summary = summary_in(out) | ({"phase": ""} if status else {})
+        async with beside(chaos.wreak()) as faults:
+            log = folder.with_name(f"{folder.name}.log")
+            status = await _followed(arguments, chaos, faults, log)
+            if faults.done():
+                faults.result()  # what went wrong with the injection is no verdict on the mesh
+        summary = read_if_whole(out / "summary.json") | ({"phase": ""} if status else {})
         return verdict({out: summary}, chaos.report, arguments.count)
 
 
@@ -281,21 +264,6 @@ async def _ran(words: list[str], log: Path) -> int:
             async with asyncio.timeout(60.0):
                 await run.wait()
         raise
-
-
-@contextlib.contextmanager
-def _disk_of_its_own(folder: Path) -> Iterator[None]:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "run", folder], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def _poll(at_s: float, asked_s: float, stalls: list[dict[str, Any]]) -> dict[str, Any]:
-    """One answer of `meshrl status --stalled`, as evidence for a stop that it never named."""
-    named = [f"{stall['waiter']} -> {stall['culprit']}: {stall['reason']}" for stall in stalls]
-    return {"at_s": round(at_s, 2), "took_s": round(at_s - asked_s, 2), "stalls": named}
 
 
 def _end_of(log: Path) -> str:

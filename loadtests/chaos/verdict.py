@@ -28,14 +28,6 @@ class Report:
         return sum(one["fault"] == fault for one in self.faults)
 
 
-def summary_in(run: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
-
-
 def verdict(runs: Mapping[Path, Mapping[str, Any]], report: Report, count: int) -> dict[str, Any]:
     """Return one object; `ok` is what the exit status says.
 

@@ -20,19 +20,20 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from loadtests.chaos.verdict import summary_in
 from loadtests.doors.found import plan_of
 from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Tried
 from loadtests.measuring.entry import options, report
+from loadtests.measuring.meshed import opened
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.process.entry.child import PRIVATE
 from meshrl.common.state import jobs
-from meshrl.common.state.redis.client import State
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace, read_if_whole
 
 UP_S = 240.0  # until the job trains
 TRY_S = 300.0
@@ -48,17 +49,12 @@ async def until_training(place: MeshPlace, run: asyncio.subprocess.Process) -> N
                 sys.exit(f"the run ended before it trained, with status {run.returncode}")
             if place.settings.exists():
                 with contextlib.suppress(MeshError):  # Redis is not up yet
-                    if await _trains(MeshSettings.from_file(place.settings)):
+                    url = MeshSettings.from_file(place.settings).redis_url
+                    async with opened(url, connect_s=2.0) as state:
+                        phases = [row.phase for row in await jobs.jobs(state)]
+                    if jobs.Phase.TRAINING in phases:
                         return
             await asyncio.sleep(0.5)
-
-
-async def _trains(settings: MeshSettings) -> bool:
-    state = await State.open(settings.redis_url, connect_s=2.0)
-    try:
-        return any(row.phase == jobs.Phase.TRAINING for row in await jobs.jobs(state))
-    finally:
-        await state.close()
 
 
 def spilled(plan: Plan, tried: list[Tried], secrets: list[str], root: Path) -> list[str]:
@@ -86,7 +82,7 @@ def open_folder(deep: bool) -> Path:
     folder.chmod(0o755)
     if deep:
         folder /= "deep" * 25
-        folder.mkdir(mode=0o755)
+        folder.mkdir()
         folder.chmod(0o755)
     return folder
 
@@ -111,13 +107,11 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             stdout=asyncio.subprocess.PIPE,
         )
         async with asyncio.timeout(TRY_S):
-            told, _ = await stranger.communicate(json.dumps(plan.encode()).encode())
+            told, _ = await stranger.communicate(json.dumps(asdict(plan)).encode())
         if stranger.returncode != 0:
             sys.exit(f"the stranger ended with status {stranger.returncode}")
         tried = [Tried(**one) for one in json.loads(told)]
-        found = [settings.secret] if settings.secret else []
-        password = settings.redis_url.rpartition("@")[0].rpartition(":")[2]
-        secrets = [*found, *([password] if "@" in settings.redis_url else [])]
+        secrets = list(filter(None, (settings.secret, urlsplit(settings.redis_url).password)))
         spills = spilled(plan, tried, secrets, place.root)
         status = await ended(mesh)
     finally:
@@ -141,7 +135,7 @@ async def ended(run: asyncio.subprocess.Process) -> int:
 def verdict(
     place: MeshPlace, plan: Plan, tried: list[Tried], spills: list[str], status: int
 ) -> dict[str, Any]:
-    summary = summary_in(place.root)
+    summary = read_if_whole(place.root / "summary.json")
     count = Counter(one.outcome for one in tried)
     books = {key: summary.get(key) for key in ("lost", "trained_twice")}
     right = status == 0 and summary.get("phase") == jobs.Phase.FINISHED

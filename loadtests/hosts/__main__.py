@@ -29,11 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.hosts import arms
-from loadtests.hosts.arms import flooded
 from loadtests.hosts.mesh import BOOKS, Plan
 from loadtests.jobs.mesh import Paces
 from loadtests.measuring.entry import arms_of, options, report
-from loadtests.measuring.rounds import Arm, measured
+from loadtests.measuring.rounds import Arm, measured, median_of
 from loadtests.namespaces.hosts import lacking
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
@@ -47,7 +46,7 @@ RUNS: dict[str, Callable[[Plan], Awaitable[Arm]]] = {
     "partitions": arms.partitions,
     "joining": arms.joining,
     "doors": arms.doors,
-    "flood": flooded,
+    "flood": arms.flooded,
 }
 PARTS = {"ratio": ("three", "one")}
 
@@ -69,21 +68,21 @@ def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
         answer["ratio_one_host"] = round(statistics.median(ratios), 4)
         answer["ratios"] = [round(ratio, 4) for ratio in ratios]
     if runs := found.get("killed"):
-        answer["recover_s"] = _median(runs, "recover_s")
+        answer["recover_s"] = median_of(runs, "recover_s", 3)
         answer["missed"] = min(arm["hosts_lost"] for arm in runs)
     if runs := found.get("partitions"):
         named = [arm["stall_named_s"] for arm in runs]
         answer["stall_named_s"] = max(named) if None not in named else None
         answer["leaders_per_token"] = max(arm["leaders_per_token"] for arm in runs)
     if runs := found.get("joining"):
-        answer |= {key: _median(runs, key) for key in ("join_s", "drain_s")}
+        answer |= {key: median_of(runs, key, 3) for key in ("join_s", "drain_s")}
     if runs := found.get("doors"):
         answer["refused_without_key"] = min(arm["refused_without_key"] for arm in runs)
         for key in ("role_matrix_errors", "planting_tried", "planted"):
             answer[key] = sum(arm[key] for arm in runs)
     if runs := found.get("flood"):
         answer["flood_frames"] = sum(arm["flood_frames"] for arm in runs)
-        answer["flood_frames_per_s"] = _median(runs, "flood_frames_per_s")
+        answer["flood_frames_per_s"] = median_of(runs, "flood_frames_per_s", 3)
         for key in ("grew_mib", "grew_descriptors", "grew_threads"):
             answer[key] = max(arm[key] for arm in runs)
         answer["gone"] = [name for arm in runs for name in arm["gone"]]
@@ -106,10 +105,6 @@ def _good(answer: dict[str, Any]) -> bool:
         and answer.get("stall_named_s", 0.0) <= NAMED_S,
     )
     return all(bounds)
-
-
-def _median(runs: list[Arm], key: str) -> float:
-    return round(float(statistics.median(arm[key] for arm in runs)), 3)
 
 
 def main() -> int:

@@ -94,7 +94,7 @@ async def demo(plan: Plan) -> Arm:
 async def paced(plan: Plan, spread: bool) -> Arm:
     """Time a paced job on three workers: of three hosts, or of the head with the same network."""
     async with plan.hosts() as hosts, mesh_over(hosts, EACH if spread else (WORKERS,)) as mesh:
-        await mesh.until(lambda look: workers(mesh) == WORKERS, SETTLED_S)
+        await mesh.until(lambda look: workers(look) == WORKERS, SETTLED_S)
         honest, began = Honest(hosts), time.monotonic()
         await mesh.submit(plan.job, "paced", *plan.paced())
         summary = await mesh.finished("paced")
@@ -145,17 +145,15 @@ async def killed(plan: Plan) -> Arm:
 async def partitions(plan: Plan) -> Arm:
     """Each host in turn is cut off, and comes back, while a paced job trains."""
     async with training(plan) as (hosts, mesh, told):
-        named: dict[str, float | None] = {}
+        named: list[float | None] = []
         for number in range(len(EACH)):
             first, began = len(mesh.seen), time.time()
             async with hosts.partition(number):
                 await asyncio.sleep(plan.cut_s)
-            named[f"h{number}"] = named_s(mesh, first, began, number)
+            named.append(named_s(mesh, first, began, number))
             await further(mesh, 2)
-        times = [seconds for seconds in named.values() if seconds is not None]
-        told |= {
-            "stall_named_s": max(times, default=None) if len(times) == len(EACH) else None,
-        }
+        times = [seconds for seconds in named if seconds is not None]
+        told["stall_named_s"] = max(times) if len(times) == len(EACH) else None
     return told | {"leaders_per_token": max(map(len, mesh.leaders().values()), default=0)}
 
 
@@ -163,7 +161,7 @@ async def joining(plan: Plan) -> Arm:
     """A host joins while a paced job trains on two, and is drained again."""
     async with training(plan, EACH[:2], len(EACH)) as (_, mesh, told):
         began = await mesh.join(2, 1)
-        first, _ = await mesh.until(lambda look: _tokens_on(mesh, look.processes, 2), TOKENS_S)
+        first, _ = await mesh.until(lambda look: tokens_on(look, mesh.names[2]), TOKENS_S)
         drained = time.time()
         await mesh.meshrl("drain", mesh.names[2], "--wait", "--mesh", ROOT)
         took = time.time() - drained
@@ -188,19 +186,13 @@ async def further(mesh: HostsMesh, steps: int) -> Look:
     return await mesh.step("paced", reached + steps, AGAIN_S)
 
 
-def workers(mesh: HostsMesh) -> int:
-    look = mesh.seen[-1] if mesh.seen else None
-    return sum(process["kind"] == "worker" for process in look.processes) if look else 0
+def workers(look: Look) -> int:
+    return sum(process["kind"] == "worker" for process in look.processes)
 
 
-def _is_on(mesh: HostsMesh, process: dict[str, object], number: int) -> bool:
-    return process["host"] == mesh.names[number]
-
-
-def _tokens_on(mesh: HostsMesh, processes: list[dict[str, object]], number: int) -> bool:
-    engines = [one for one in processes if one["kind"] == "engine" and _is_on(mesh, one, number)]
-    stats = [one["stats"] for one in engines]
-    return any(isinstance(one, dict) and one.get("tokens") for one in stats)
+def tokens_on(look: Look, host: str) -> bool:
+    engines = [one for one in look.processes if (one["kind"], one["host"]) == ("engine", host)]
+    return any(one["stats"].get("tokens") for one in engines)
 
 
 def named_s(mesh: HostsMesh, first: int, began: float, number: int) -> float | None:

@@ -18,7 +18,7 @@ from typing import Any
 from loadtests.jobs.mesh import workers_by_job
 from loadtests.measuring.entry import tell
 from meshrl.common.base.errors import MeshError
-from meshrl.common.state import leader, registry
+from meshrl.common.state import leader
 from meshrl.common.state.redis.client import State
 from meshrl.directory.places import MeshPlace
 from meshrl.view.mesh.snapshot import read_writable
@@ -26,6 +26,7 @@ from meshrl.view.mesh.stalled import diagnose
 
 LOOK_S = 0.4
 PLANNER = "planner"  # the election that planners stand for
+ABOUT = ("name", "kind", "host", "incarnation", "token")
 PUBLISHED = ("job", "tokens", "paced", "late")  # stats of role processes
 
 
@@ -51,19 +52,18 @@ async def look(state: State) -> Look:
     names = {entry.name: entry.host for entry in mesh.entries}
     return Look(
         time.time(),
-        [_process(entry) for entry in mesh.entries if entry.alive],
+        [
+            {key: getattr(entry, key) for key in ABOUT}
+            | {"stats": {key: entry.stats[key] for key in PUBLISHED if key in entry.stats}}
+            for entry in mesh.entries
+            if entry.alive
+        ],
         [{"name": row.id, "phase": row.phase, "step": row.steps_done} for row in mesh.jobs],
         workers_by_job(list(mesh.gangs)),
         owner,
         token,
         [{"host": names.get(stall.culprit, ""), **asdict(stall)} for stall in diagnose(mesh)],
     )
-
-
-def _process(entry: registry.Entry) -> dict[str, Any]:
-    stats = {key: entry.stats[key] for key in PUBLISHED if key in entry.stats}
-    about = ("name", "kind", "host", "incarnation", "token")
-    return {key: getattr(entry, key) for key in about} | {"stats": stats}
 
 
 async def main(root: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from loadtests.hosts.eye import Look
 from loadtests.jobs.mesh import Paces, late_share
 from loadtests.measuring.metered import HostMeter
+from loadtests.measuring.processes import beside
 from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import Hosts
@@ -43,10 +43,8 @@ class Plan:
     frames: int  # of a flood
     paces: Paces = field(default_factory=Paces)
 
-    @asynccontextmanager
-    async def hosts(self, count: int = 3) -> AsyncIterator[Hosts]:
-        async with Hosts(count, rate=self.rate, delay_s=self.delay_s) as hosts:
-            yield hosts
+    def hosts(self, count: int = 3) -> Hosts:
+        return Hosts(count, rate=self.rate, delay_s=self.delay_s)
 
     def paced(self, steps: int = 0) -> list[str]:
         """Changes to the job file that make it a paced job of so many steps."""
@@ -108,7 +106,7 @@ class HostsMesh:
         await self.meshrl("submit", str(job), "--mesh", ROOT, *sets)
 
     async def finished(self, name: str) -> dict[str, Any]:
-        await self.until(lambda look: _phase(look, name) in ENDED, JOB_S)
+        await self.until(lambda look: job_of(look, name).get("phase") in ENDED, JOB_S)
         path = self.head.path(f"{HOME}/{name}/summary.json")
         async with asyncio.timeout(RECORD_S):
             while not path.exists():
@@ -159,12 +157,12 @@ class HostsMesh:
         return found
 
 
+def job_of(look: Look, name: str) -> dict[str, Any]:
+    return next((job for job in look.jobs if job["name"] == name), {})
+
+
 def step_of(look: Look, name: str) -> int:
-    return next((int(job["step"]) for job in look.jobs if job["name"] == name), -1)
-
-
-def _phase(look: Look, name: str) -> str:
-    return next((str(job["phase"]) for job in look.jobs if job["name"] == name), "")
+    return int(job_of(look, name).get("step", -1))
 
 
 @contextlib.asynccontextmanager
@@ -176,14 +174,10 @@ async def mesh_over(hosts: Hosts, workers: Iterable[int]) -> AsyncIterator[Hosts
     await mesh.meshrl("up", "--root", ROOT, "--workers", str(first), "--listen", listen)
     try:
         (mesh.names[0],) = await mesh.rows()
-        watching = asyncio.create_task(mesh.watch())
-        try:
+        async with beside(mesh.watch()):
             for number, count in enumerate(others, 1):
                 await mesh.join(number, count)
             yield mesh
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
     finally:
         await mesh.meshrl("down", "--mesh", ROOT, check=False)
 

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.jobs import sharing
-from loadtests.jobs.mesh import Paces, Plan, accounts, greedy, mesh_up
+from loadtests.jobs.mesh import Paces, Plan, accounts, greedy
 from loadtests.measuring.entry import arms_of, options, report
-from loadtests.measuring.rounds import Arm, measured
+from loadtests.measuring.rounds import Arm, measured, median_of
 
 ALONE = 2  # workers of a job alone: an engine and a core
 SPREAD = 3  # seeds alone that the spread is of
@@ -42,40 +42,31 @@ BALANCED = ("training.pace=800/200", "evaluation.problems=64")
 
 async def pair_s(plan: Plan, at_once: bool) -> Arm:
     """Seconds from the first submission to the end of both."""
-    with plan.folder("span") as folder:
-        async with mesh_up(folder, WORKERS) as mesh:
-            began = time.monotonic()
-            summaries = []
-            handles = []
-            for seed in plan.seeds[:2]:
-                handle = await mesh.submit(
-                    plan.job, f"seed{seed}", *plan.overrides(seed, *BALANCED)
-                )
-                handles.append(handle)
-                if not at_once:
-                    summaries.append(await mesh.finished(handle))
-            if at_once:
-                summaries = list(await asyncio.gather(*(mesh.finished(h) for h in handles)))
-            took = time.monotonic() - began
-        return {
-            "makespan_s": round(took, 2),
-            **accounts(summaries),
-            **mesh.watched.honest(),
-        }
+    async with plan.mesh("span", WORKERS) as mesh:
+        began = time.monotonic()
+        summaries, handles = [], []
+        for seed in plan.seeds[:2]:
+            changes = plan.overrides(seed, *BALANCED)
+            handles.append(await mesh.submit(plan.job, f"seed{seed}", *changes))
+            if not at_once:
+                summaries.append(await mesh.finished(handles[-1]))
+        if at_once:
+            summaries = list(await asyncio.gather(*(mesh.finished(h) for h in handles)))
+        took = time.monotonic() - began
+    return {"makespan_s": round(took, 2), **accounts(summaries), **mesh.watched.honest()}
 
 
 async def together(plan: Plan, arm: str, workers: int, seeds: Sequence[int]) -> Arm:
-    with plan.folder(arm) as folder:
-        async with mesh_up(folder, workers) as mesh:
-            handles = [
-                await mesh.submit(plan.job, f"seed{seed}", *plan.overrides(seed)) for seed in seeds
-            ]
-            summaries = await asyncio.gather(*(mesh.finished(handle) for handle in handles))
-        return {
-            "greedy": {str(s): greedy(found) for s, found in zip(seeds, summaries, strict=True)},
-            **accounts(list(summaries)),
-            **mesh.watched.honest(),
-        }
+    async with plan.mesh(arm, workers) as mesh:
+        handles = [
+            await mesh.submit(plan.job, f"seed{seed}", *plan.overrides(seed)) for seed in seeds
+        ]
+        summaries = await asyncio.gather(*(mesh.finished(handle) for handle in handles))
+    return {
+        "greedy": {str(s): greedy(found) for s, found in zip(seeds, summaries, strict=True)},
+        **accounts(summaries),
+        **mesh.watched.honest(),
+    }
 
 
 async def solo(plan: Plan) -> Arm:
@@ -133,11 +124,11 @@ def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
         for name in ("pair", "quad"):
             gaps = [gap(a, b) for a, b in zip(found["solo"], found.get(name, []), strict=False)]
             if gaps:
-                answer[f"accuracy_gap_{name}"] = _median(gaps, "accuracy_gap")
-                answer["solo_spread"] = _median(gaps, "solo_spread")
+                answer[f"accuracy_gap_{name}"] = median_of(gaps, "accuracy_gap")
+                answer["solo_spread"] = median_of(gaps, "solo_spread")
     for name, label in (("share", "share_error_1_1"), ("share13", "share_error_1_3")):
         if found.get(name):
-            answer[label] = _median(found[name], "share_error")
+            answer[label] = median_of(found[name], "share_error")
     if found.get("together") and found.get("in_turn"):
         pairs = zip(found["together"], found["in_turn"], strict=True)
         ratios = [a["makespan_s"] / b["makespan_s"] for a, b in pairs]
@@ -147,10 +138,6 @@ def result(found: dict[str, list[Arm]]) -> dict[str, Any]:
             kept = ("preempt_s", "role_change_s", "others_rate")
             answer |= {key: value for key, value in arm.items() if key.startswith(kept)}
     return answer
-
-
-def _median(arms: list[Arm], key: str) -> float:
-    return round(float(statistics.median(arm[key] for arm in arms)), 4)
 
 
 def main() -> int:

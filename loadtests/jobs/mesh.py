@@ -8,14 +8,15 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loadtests.measuring.commands import meshrl
+from loadtests.measuring.meshed import opened
 from loadtests.measuring.metered import MOST_CORES, HostMeter, Meter
+from loadtests.measuring.processes import beside
 from loadtests.measuring.rounds import Arm
 from meshrl.client.client import Client, JobHandle
 from meshrl.common.base.errors import MeshError
@@ -24,8 +25,9 @@ from meshrl.common.state.events import Event
 from meshrl.common.state.pool.store import store as pool
 from meshrl.common.state.pool.workers.rows import Gang
 from meshrl.common.state.redis.client import State
-from meshrl.directory.places import MeshPlace, read_json
+from meshrl.directory.places import MeshPlace, running_launcher
 
+CONNECT_S = 10.0
 LOOK_S = 0.25  # between two looks at what processes have published
 RUN_S = 3600.0  # for one job
 RECORD_S = 300.0  # until the record of a job that is over is written; its model is, too
@@ -65,11 +67,12 @@ class Plan:
             *more,
         ]
 
-    @contextmanager
-    def folder(self, arm: str) -> Iterator[Path]:
-        """A folder for one mesh, which is gone afterwards; short, as paths of sockets are."""
+    @contextlib.asynccontextmanager
+    async def mesh(self, arm: str, workers: int) -> AsyncIterator[RunningMesh]:
+        """A mesh in a folder that is gone afterwards; short, as paths of sockets are."""
         with tempfile.TemporaryDirectory(prefix=f"j{next(_COUNT)}-{arm}-") as made:
-            yield Path(made)
+            async with mesh_up(Path(made), workers) as mesh:
+                yield mesh
 
 
 def accounts(summaries: list[dict[str, Any]]) -> Arm:
@@ -201,19 +204,12 @@ async def mesh_up(folder: Path, workers: int, **pool_settings: Any) -> AsyncIter
     await meshrl("up", "--root", str(root), "--workers", str(workers), "--config", str(config))
     place = MeshPlace(root)
     try:
-        state = await State.open(place.redis_url)
-        try:
-            async with Client(root) as client:
-                launcher = int(read_json(place.launcher)["pid"])
-                mesh = RunningMesh(root, state, client, launcher)
-                watching = asyncio.create_task(mesh.watch())
-                try:
+        async with opened(place.redis_url, CONNECT_S) as state, Client(root) as client:
+            mesh = RunningMesh(root, state, client, running_launcher(place))
+            try:
+                async with beside(mesh.watch()):
                     yield mesh
-                finally:
-                    watching.cancel()
-                    await asyncio.gather(watching, return_exceptions=True)
-                    mesh.close()
-        finally:
-            await state.close()
+            finally:
+                mesh.close()
     finally:
         await meshrl("down", "--mesh", str(root))

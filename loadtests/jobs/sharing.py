@@ -9,11 +9,12 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from loadtests.jobs.mesh import LOOK_S, Plan, RunningMesh, Seen, mesh_up
+from loadtests.jobs.mesh import LOOK_S, Plan, RunningMesh, Seen
 from loadtests.measuring.rounds import Arm
+from meshrl.client.client import JobHandle
 from meshrl.common.state.events import Event
 from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.state.pool.workers.rows import Role, Tier
 
 FLOOR = 2  # workers of a calculator job: an engine and a core
 SHARED = 8  # workers that two jobs share
@@ -71,45 +72,42 @@ def _rate(mine: Sequence[Seen]) -> float | None:
 async def moves(plan: Plan) -> Arm:
     """One job on four workers, of which one changes sides again and again, by hand."""
     rates: list[float] = []
-    with plan.folder("moves") as folder:
-        async with mesh_up(folder, WORKERS) as mesh:
-            more = (f"budget.steps={FOREVER}", "planner.imbalance=1000.0")
-            job = await mesh.submit(plan.job, "moved", *plan.overrides(plan.seeds[0], *more))
+    async with plan.mesh("moves", WORKERS) as mesh:
+        more = (f"budget.steps={FOREVER}", "planner.imbalance=1000.0")
+        job = await mesh.submit(plan.job, "moved", *plan.overrides(plan.seeds[0], *more))
+        await settled(mesh, {"moved": float(WORKERS)})
+        await stepped(job)  # evaluated, and all caches warm
+        await asyncio.sleep(BEFORE_S)
+        worker = await movable(mesh)
+        for number in range(2 * plan.moves):
+            role = "training" if number % 2 == 0 else "rollout"
+            known = {one.name for one in mesh.watched.seen}
+            began = time.monotonic()
+            await mesh.client.move(worker, role, "moved")
             await settled(mesh, {"moved": float(WORKERS)})
-            async with asyncio.timeout(SETTLED_S):
-                while (await job.state()).step < 1:  # evaluated, and all caches warm
-                    await asyncio.sleep(LOOK_S)
-            await asyncio.sleep(BEFORE_S)
-            worker = await _movable(mesh)
-            for number in range(2 * plan.moves):
-                role = "training" if number % 2 == 0 else "rollout"
-                known = {one.name for one in mesh.watched.seen}
-                began = time.monotonic()
-                await mesh.client.move(worker, role, "moved")
-                await settled(mesh, {"moved": float(WORKERS)})
-                ended = time.monotonic()
-                await asyncio.sleep(max(BEFORE_S, LEAST_S))
-                alive = {one.name for one in mesh.watched.seen if one.at > ended + LEAST_S / 2}
-                moved = (known | alive) - (known & alive)  # who left, and who came
-                rate = others_rate(mesh.watched.seen, moved, began, ended)
-                if rate is not None:
-                    rates.append(rate)
-            changes = role_changes(await mesh.events())
-            await job.stop()
-        return {
-            **{
-                f"role_change_s_{which.replace(' ', '_')}_p50": round(statistics.median(s), 3)
-                for which, s in sorted(changes.items())
-            },
-            "others_rate": round(statistics.median(rates), 4) if rates else None,
-            **mesh.watched.honest(),
-        }
+            ended = time.monotonic()
+            await asyncio.sleep(max(BEFORE_S, LEAST_S))
+            alive = {one.name for one in mesh.watched.seen if one.at > ended + LEAST_S / 2}
+            moved = (known | alive) - (known & alive)  # who left, and who came
+            rate = others_rate(mesh.watched.seen, moved, began, ended)
+            if rate is not None:
+                rates.append(rate)
+        changes = role_changes(await mesh.events())
+        await job.stop()
+    return {
+        **{
+            f"role_change_s_{which.replace(' ', '_')}_p50": round(statistics.median(s), 3)
+            for which, s in sorted(changes.items())
+        },
+        "others_rate": round(statistics.median(rates), 4) if rates else None,
+        **mesh.watched.honest(),
+    }
 
 
-async def _movable(mesh: RunningMesh) -> str:
-    """A worker whose gang has nothing but an engine."""
+async def movable(mesh: RunningMesh) -> str:
+    """Return a worker whose gang has nothing but an engine."""
     for gang in sorted(await pool.gangs(mesh.state), key=lambda gang: gang.id, reverse=True):
-        if [str(one.role) for one in gang.residents] == ["rollout"]:
+        if [one.role for one in gang.residents] == [Role.ROLLOUT]:
             return gang.workers[0]
     raise RuntimeError("no worker does nothing but generate")
 
@@ -125,59 +123,59 @@ def max_min(workers: int, floors: Sequence[float], shares: Sequence[float]) -> l
 
 async def share(plan: Plan, shares: tuple[float, float]) -> Arm:
     """Two jobs of these shares on eight workers, over a window after both have settled."""
-    with plan.folder("share") as folder:
-        async with mesh_up(folder, SHARED) as mesh:
-            names = [f"share{i}" for i in range(len(shares))]
-            handles = [
-                await mesh.submit(
-                    plan.job,
-                    name,
-                    *plan.overrides(seed, f"pool.share={part}", f"budget.steps={FOREVER}"),
-                )
-                for name, part, seed in zip(names, shares, plan.seeds, strict=False)
-            ]
-            await settled(mesh, dict.fromkeys(names, float(FLOOR)))
-            began = time.monotonic()
-            await asyncio.sleep(plan.window_s)
-            held = [h for at, h in mesh.watched.held if at >= began]
-            for handle in handles:
-                await handle.stop()
-        wanted = max_min(SHARED, [FLOOR] * len(shares), shares)
-        had = [statistics.fmean(h.get(name, 0.0) for h in held) for name in names]
-        errors = [abs(h - w) / w for h, w in zip(had, wanted, strict=True)]
-        return {
-            "shares": list(shares),
-            "wanted": wanted,
-            "had": [round(h, 3) for h in had],
-            "share_error": round(max(errors), 4),
-            **mesh.watched.honest(),
-        }
+    async with plan.mesh("share", SHARED) as mesh:
+        names = [f"share{i}" for i in range(len(shares))]
+        handles = [
+            await mesh.submit(
+                plan.job,
+                name,
+                *plan.overrides(seed, f"pool.share={part}", f"budget.steps={FOREVER}"),
+            )
+            for name, part, seed in zip(names, shares, plan.seeds, strict=False)
+        ]
+        await settled(mesh, dict.fromkeys(names, float(FLOOR)))
+        began = time.monotonic()
+        await asyncio.sleep(plan.window_s)
+        held = [h for at, h in mesh.watched.held if at >= began]
+        for handle in handles:
+            await handle.stop()
+    wanted = max_min(SHARED, [FLOOR] * len(shares), shares)
+    had = [statistics.fmean(h.get(name, 0.0) for h in held) for name in names]
+    errors = [abs(h - w) / w for h, w in zip(had, wanted, strict=True)]
+    return {
+        "shares": list(shares),
+        "wanted": wanted,
+        "had": [round(h, 3) for h in had],
+        "share_error": round(max(errors), 4),
+        **mesh.watched.honest(),
+    }
 
 
 async def preempt(plan: Plan) -> Arm:
     """A job of higher priority comes while another has all workers, again and again."""
     took: list[float] = []
-    with plan.folder("preempt") as folder:
-        async with mesh_up(folder, PREEMPTED) as mesh:
-            forever = f"budget.steps={FOREVER}"
-            low = await mesh.submit(plan.job, "low", *plan.overrides(plan.seeds[0], forever))
-            async with asyncio.timeout(SETTLED_S):
-                while (await low.state()).step < 1:
-                    await asyncio.sleep(LOOK_S)
-            for number in range(plan.moves):
-                await settled(mesh, {"low": float(PREEMPTED)})
-                seed = plan.seeds[1 + number % (len(plan.seeds) - 1)]
-                more = ("pool.priority=1", f"pool.workers.least={FLOOR}", forever)
-                began = time.monotonic()
-                high = await mesh.submit(plan.job, f"high{number}", *plan.overrides(seed, *more))
-                await settled(mesh, {high.name: float(FLOOR)})
-                took.append(time.monotonic() - began)
-                await high.stop()
-            await low.stop()
-        return {
-            "preempt_s": round(statistics.median(took), 2),
-            **mesh.watched.honest(),
-        }
+    async with plan.mesh("preempt", PREEMPTED) as mesh:
+        forever = f"budget.steps={FOREVER}"
+        low = await mesh.submit(plan.job, "low", *plan.overrides(plan.seeds[0], forever))
+        await stepped(low)
+        for number in range(plan.moves):
+            await settled(mesh, {"low": float(PREEMPTED)})
+            seed = plan.seeds[1 + number % (len(plan.seeds) - 1)]
+            more = ("pool.priority=1", f"pool.workers.least={FLOOR}", forever)
+            began = time.monotonic()
+            high = await mesh.submit(plan.job, f"high{number}", *plan.overrides(seed, *more))
+            await settled(mesh, {high.name: float(FLOOR)})
+            took.append(time.monotonic() - began)
+            await high.stop()
+        await low.stop()
+    return {"preempt_s": round(statistics.median(took), 2), **mesh.watched.honest()}
+
+
+async def stepped(job: JobHandle) -> None:
+    """Wait until a job has done a step; TimeoutError."""
+    async with asyncio.timeout(SETTLED_S):
+        while (await job.state()).step < 1:
+            await asyncio.sleep(LOOK_S)
 
 
 async def settled(mesh: RunningMesh, least: Mapping[str, float]) -> None:

@@ -19,7 +19,10 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
 from meshrl.common.base.random import Random
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.starting import PLAIN, Spawning
 from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.mesh.runtime.seams import Seams, Terms
@@ -34,8 +37,6 @@ START_S = 120.0  # native code may have to be compiled
 STOP_S = 20.0
 ROOT = Path(__file__).parents[2]
 FOREVER_S = 3600.0  # lease length
-
-
 ROLE = "loadtest"
 
 
@@ -96,6 +97,25 @@ def _listens(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
+@contextlib.asynccontextmanager
+async def own_nursery(
+    host: SystemHost, folder: Path, name: str, *modules: str, how: Spawning = PLAIN, **environ: str
+) -> AsyncIterator[tuple[str, SystemChild]]:
+    """Yield the socket and the process of a nursery that has imported some modules."""
+    socket = folder / name
+    argv = [sys.executable, "-m", "meshrl.common.mesh.process.forking.nursery", str(socket)]
+    environ[NURSERY_ENV] = OFF
+    child = host.spawn([*argv, *modules], name="nursery", env=environ, how=how)
+    try:
+        async with asyncio.timeout(START_S):
+            while not socket.exists():
+                await asyncio.sleep(0.01)
+        yield str(socket), child
+    finally:
+        child.kill()
+        await child.wait(STOP_S)
+
+
 class Members:
     """Processes of one host of a mesh; each ends with the mesh, and logs to a file of its name."""
 
@@ -154,14 +174,21 @@ class Members:
         return self.directory / f"{name.replace('/', '-')}.log"
 
 
+@contextlib.asynccontextmanager
+async def opened(url: str, connect_s: float) -> AsyncIterator[State]:
+    """Yield the state of a mesh, connected until the end of the block."""
+    state = await State.open(url, connect_s=connect_s)
+    try:
+        yield state
+    finally:
+        await state.close()
+
+
 async def living(url: str, connect_s: float = 5.0) -> list[registry.Entry]:
     """Return the registered processes with a lease; none while Redis does not answer."""
     with contextlib.suppress(MeshError):
-        state = await State.open(url, connect_s=connect_s)
-        try:
+        async with opened(url, connect_s) as state:
             return [entry for entry in await registry.entries(state) if entry.alive]
-        finally:
-            await state.close()
     return []
 
 

@@ -9,13 +9,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from loadtests.measuring.meshed import opened
 from loadtests.measuring.processes import environment
 from meshrl.common.state import events, jobs
 from meshrl.common.state.redis.client import State
@@ -68,7 +69,7 @@ class Meter:
 
     def look(self) -> None:
         """Notes what every process has used; what has ended keeps its last reading."""
-        for process in self._family():
+        for process in family(self.launcher):
             try:
                 with process.oneshot():
                     times = process.cpu_times()
@@ -80,14 +81,6 @@ class Meter:
             except psutil.Error:
                 continue
 
-    def _family(self) -> Iterator[psutil.Process]:
-        try:
-            launcher = psutil.Process(self.launcher)
-            yield launcher
-            yield from launcher.children(recursive=True)
-        except psutil.Error:
-            return
-
     def reading(self, roles: bool) -> dict[str, float]:
         """Seconds by kind; without the role processes if `roles` is False."""
         self.look()
@@ -96,6 +89,14 @@ class Meter:
             if roles or kind not in ("engine", "trainer"):
                 used[kind] = used.get(kind, 0.0) + seconds
         return used
+
+
+def family(launcher: int) -> list[psutil.Process]:
+    """Return the launcher and all that descends from it; none when it has ended."""
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(launcher)
+        return [root, *root.children(recursive=True)]
+    return []
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -121,23 +122,15 @@ def kind_of(process: psutil.Process) -> str:
 
 
 @dataclass
-class Reading:
-    """What all processes had used when a step was seen to be committed."""
-
-    step: int
-    cpu_s: dict[str, float]  # by kind of process, since each began
-
-
-@dataclass
 class Measured:
-    """A run that is over: readings and metrics by step."""
+    """A run that is over: what all processes had used at each commit, by kind, and metrics."""
 
-    readings: dict[int, Reading] = field(default_factory=dict)
+    readings: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def per_step(self, first: int, last: int) -> dict[str, float]:
         """CPU-seconds of a step by kind of process, from commit `first` to commit `last`."""
-        before, after = self.readings[first].cpu_s, self.readings[last].cpu_s
+        before, after = self.readings[first], self.readings[last]
         steps = last - first
         return {kind: (used - before.get(kind, 0.0)) / steps for kind, used in after.items()}
 
@@ -159,11 +152,8 @@ async def started(job: Path, out: Path, *changes: str) -> AsyncIterator[tuple[St
                 if run.returncode is not None:
                     raise RuntimeError(f"the run ended with {run.returncode}")
                 await asyncio.sleep(LOOK_S)
-        state = await State.open(json.loads(settings.read_text())["redis_url"], connect_s=20.0)
-        try:
+        async with opened(json.loads(settings.read_text())["redis_url"], 20.0) as state:
             yield state, Meter(run.pid)
-        finally:
-            await state.close()
     except BaseException:
         print(log.read_text()[-4000:], file=sys.stderr)
         raise
@@ -183,8 +173,7 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
             row = next(iter(await jobs.jobs(state)), None)
             if row is not None and row.version > version:
                 version = row.version
-                cpu = meter.reading(roles=True)
-                measured.readings[version] = Reading(version, cpu)
+                measured.readings[version] = meter.reading(roles=True)
             if row is not None and row.phase == jobs.Phase.FAILED:
                 raise RuntimeError(f"the job failed: {row.error}")
             await asyncio.sleep(LOOK_S)

@@ -50,6 +50,11 @@ def ratio(over: Sequence[float], under: Sequence[float], digits: int = 3) -> flo
     return round(statistics.median(ratios(over, under)), digits)
 
 
+def median_of(arms: Sequence[Arm], key: str, digits: int = 4) -> float:
+    """Return the median of a figure over arms."""
+    return round(float(statistics.median(arm[key] for arm in arms)), digits)
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the first quartile, the median and the third quartile."""
     if len(values) == 1:

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import psutil
 
 from loadtests.measuring.commands import COMMAND_S, meshrl
 from loadtests.measuring.meshed import living
+from loadtests.measuring.processes import beside
 from meshrl.directory.places import MeshPlace, running_launcher
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -177,11 +178,6 @@ class WatchedMesh:
     async def meshrl(self, *words: str) -> None:
         await meshrl(*words, MESHRL_HOME=str(self._folder / "home"))
 
-    async def pids(self, kinds: Iterable[str]) -> dict[str, int]:
-        """Of the processes of these kinds that live by their leases, by name."""
-        found = await living(self.head.redis_url, connect_s=2.0)
-        return {entry.name: entry.pid for entry in found if entry.kind in kinds}
-
     def redis(self) -> int:
         for process in psutil.process_iter(["pid", "name", "cwd"]):
             if process.info["cwd"] == str(self.head.redis.resolve()):
@@ -191,22 +187,20 @@ class WatchedMesh:
     @contextlib.asynccontextmanager
     async def hunted(self, number: signal.Signals, *kinds: str) -> AsyncIterator[None]:
         """Send a signal to each process of these kinds, and to successors, until the block ends."""
-        hit: dict[int, None] = {}
+        hit: set[int] = set()
 
         async def hunt() -> None:
             while True:
-                for pid in (await self.pids(kinds)).values():
-                    if pid not in hit:
-                        hit[pid] = None
-                        send(pid, number)
+                for entry in await living(self.head.redis_url, connect_s=2.0):
+                    if entry.kind in kinds and entry.pid not in hit:
+                        hit.add(entry.pid)
+                        send(entry.pid, number)
                 await asyncio.sleep(HUNT_S)
 
-        hunting = asyncio.create_task(hunt())
         try:
-            yield
+            async with beside(hunt()):
+                yield
         finally:
-            hunting.cancel()
-            await asyncio.gather(hunting, return_exceptions=True)
             for pid in hit:
                 send(pid, signal.SIGCONT)
 

@@ -76,14 +76,3 @@ def removed(name: str) -> None:
         for folder, _, _ in os.walk(home / name, topdown=False):
             with contextlib.suppress(OSError):  # a process of it is not buried yet: the next sweep
                 os.rmdir(folder)
-
-
-def cpu_s(places: list[Path]) -> float:
-    """CPU-seconds that were used in a host so far; nan where no hierarchy counts them."""
-    for place in places:
-        with contextlib.suppress(OSError):
-            for line in (place / "cpu.stat").read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "usage_usec":
-                    return int(value) / 1e6
-    return float("nan")

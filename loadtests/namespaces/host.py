@@ -58,10 +58,6 @@ class Host:
                     found.append(process)
         return [process for process in found if process.pid != self.init]
 
-    def cpu_s(self) -> float:
-        """CPU-seconds used in it; nan where nothing counts them."""
-        return groups.cpu_s(self.groups)
-
     async def run(self, *words: str, check: bool = True, timeout_s: float = RUN_S) -> Ran:
         """What came of a command, of `meshrl` and `python` those of this program; Failed when its
         status is not 0 and `check`.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests.jobs.mesh import RunningMesh, mesh_up
+from loadtests.measuring.processes import beside
 from loadtests.paced.job import write
 from loadtests.regret.figures import judgement
 from meshrl.common.base.errors import MeshError
@@ -75,12 +76,8 @@ async def run(
         path = write(folder / "job", job, seed, most)
         async with mesh_up(folder, job.workers) as mesh:
             handle = await mesh.submit(path, JOB, *job.overrides())
-            killing = asyncio.create_task(_kill(mesh, arm, kill_every_s, seed))
-            try:
+            async with beside(_kill(mesh, arm, kill_every_s, seed)):
                 await mesh.finished(handle)
-            finally:
-                killing.cancel()
-                await asyncio.gather(killing, return_exceptions=True)
             take(arm, await mesh.events())
             used = mesh.cpu_s()
             arm.planner_cpu_s, arm.cpu_s = used.get(PLANNER, 0.0), sum(used.values())

@@ -30,11 +30,12 @@ from typing import Any
 import psutil
 
 from loadtests.measuring.entry import flat, options, report
-from loadtests.measuring.metered import kind_of, started
+from loadtests.measuring.metered import family, kind_of, started
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import registry
 from meshrl.common.state.redis.client import State
 
+WORKERS = "sandbox workers"
 SCAN = 1000  # keys that Redis looks at in one go
 
 Reading = dict[str, float]  # quantity -> value
@@ -73,35 +74,18 @@ async def processes(state: State, launcher: int) -> dict[str, Reading]:
     """
     alive = [entry for entry in await registry.entries(state) if entry.alive]
     served = {p: n for e in alive for n, p in e.stats.get("environments", {}).items()}
-    names = served | {entry.pid: entry.name for entry in alive}
-    try:
-        root = psutil.Process(launcher)
-        family = [root, *root.children(recursive=True)]
-    except psutil.Error:
-        return {}
+    names = served | {entry.pid: entry.name for entry in alive} | {launcher: "meshrl"}
     found: dict[str, Reading] = {}
-    for process in family:
+    for process in family(launcher):
         try:
-            name, reading = _name(process, names, launcher), _reading(process)
+            name, reading = names.get(process.pid) or kind_of(process), _reading(process)
         except (psutil.Error, OSError):
             continue  # it has ended meanwhile
-        key = name if name == WORKERS else f"{name} {process.pid}"
+        key = WORKERS if name in ("sandbox", "launcher") else f"{name} {process.pid}"
         told = found.setdefault(key, dict.fromkeys(reading, 0.0))
         for quantity, value in reading.items():
             told[quantity] += value
     return found
-
-
-WORKERS = "sandbox workers"
-
-
-def _name(process: psutil.Process, names: dict[int, str], launcher: int) -> str:
-    if process.pid == launcher:
-        return "meshrl"
-    if process.pid in names:
-        return names[process.pid]
-    kind = kind_of(process)
-    return WORKERS if kind in ("sandbox", "launcher") else kind
 
 
 def _reading(process: psutil.Process) -> Reading:

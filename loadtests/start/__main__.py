@@ -8,6 +8,7 @@ Prints one flat JSON object, the figures of all parts that were named (default: 
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from loadtests.start import churn, mesh, orphans, roles
 
 Figures = dict[str, Any]
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Figures]] = {
-    "roles": roles.roles,
+    "roles": lambda folder, a: asyncio.run(roles.measured(folder, a.repeats, a.kinds)),
     "mesh": mesh.mesh,
-    "churn": churn.churn,
-    "orphans": orphans.orphans,
+    "churn": lambda folder, a: asyncio.run(churn.churned(folder, a.starts)),
+    "orphans": lambda folder, a: asyncio.run(orphans.orphans(folder, a.trials)),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -102,7 +101,3 @@ async def churned(folder: Path, starts: int) -> dict[str, Any]:
         "starts_wrong_first": churn.wrong[:3],
         "leaked": max(0, after - before) + children + len(remain),
     }
-
-
-def churn(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    return asyncio.run(churned(folder, chosen.starts))

@@ -7,7 +7,6 @@ process, must see how each of its processes ended; or both get SIGKILL.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -17,16 +16,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from loadtests.measuring.meshed import own_nursery
 from loadtests.start.nursed import LOOK_S, left, nursery, starting
 from loadtests.start.owner import IN_THE_WAY
-from meshrl.common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV, OFF
+from meshrl.common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV
 from meshrl.common.mesh.process.handle import UNKNOWN_EXIT, SystemChild
 from meshrl.common.mesh.process.host import SystemHost
 
@@ -36,6 +35,7 @@ MOMENTS_S = 0.4  # until the fault, at most: starts take about as long
 STOPPED_S = 0.3  # of an owner, before it is killed
 WITHIN_S = 10.0  # for nothing to be left
 BEGIN_S = 60.0
+LITTLE = "meshrl.common.mesh.process.host"  # that a small nursery has imported
 HOWS = ("kill", "stop", "nursery", "both")
 
 
@@ -59,11 +59,12 @@ class Trials:
         if how in ("kill", "stop"):
             await self._owner(self._nursery, mark, seed, chance, how, 0)
         else:
-            async with self._small_nursery(mark) as (socket, pid):
+            # The socket has the mark for its name: so the nursery is in its trial.
+            async with own_nursery(self._host, self._folder, mark, LITTLE) as (socket, small):
                 if how == "both":
-                    await self._owner(socket, mark, seed, chance, how, pid)
+                    await self._owner(socket, mark, seed, chance, how, small.pid)
                 else:
-                    await self._nursery_dies(socket, mark, chance, pid)
+                    await self._nursery_dies(socket, mark, chance, small.pid)
         remain = await left(mark, WITHIN_S)
         self.found.trials += 1
         self.found.orphans += len(remain)
@@ -106,7 +107,10 @@ class Trials:
         with starting(nursery):
             for _ in range(CHILDREN):
                 began = time.perf_counter()
-                children.append(self._spawn(mark, chance.choice(IN_THE_WAY)))
+                how = chance.choice(IN_THE_WAY)
+                argv = [sys.executable, "-m", "loadtests.start.brief", how]
+                child = self._host.spawn(argv, name=how, env={"MESHRL_TRIAL": mark})
+                children.append(child)
                 self.found.hung += time.perf_counter() - began > 2 * ANSWER_S
         fault.join()
         for child in children:
@@ -117,33 +121,9 @@ class Trials:
             if code not in (-signal.SIGKILL, UNKNOWN_EXIT):  # the nursery could not tell any more
                 self.found.told.append(f"{child.name} ended with {code}")
 
-    def _spawn(self, mark: str, how: str) -> SystemChild:
-        argv = [sys.executable, "-m", "loadtests.start.brief", how]
-        return self._host.spawn(argv, name=how, env={"MESHRL_TRIAL": mark})
 
-    @contextlib.asynccontextmanager
-    async def _small_nursery(self, mark: str) -> AsyncIterator[tuple[str, int]]:
-        """With little imported; its socket has the mark in its name, and so it is in its trial."""
-        socket = self._folder / mark
-        argv = [
-            sys.executable,
-            "-m",
-            "meshrl.common.mesh.process.forking.nursery",
-            str(socket),
-            "meshrl.common.mesh.process.host",
-        ]
-        child = self._host.spawn(argv, name="nursery", env={NURSERY_ENV: OFF})
-        async with asyncio.timeout(BEGIN_S):
-            while not socket.exists():
-                await asyncio.sleep(0.01)
-        try:
-            yield str(socket), child.pid
-        finally:
-            child.kill()
-            await child.wait(WITHIN_S)
-
-
-async def tried(folder: Path, trials: int) -> dict[str, Any]:
+async def orphans(folder: Path, trials: int) -> dict[str, Any]:
+    """`orphans` after ten seconds, of `orphan_trials`; `hung`: processes whose end was not told."""
     host = SystemHost()
     async with nursery(host, folder) as (socket, process):
         found = Trials(host, folder, socket)
@@ -167,8 +147,3 @@ async def tried(folder: Path, trials: int) -> dict[str, Any]:
         "hung": total.hung,
         "orphans_told": total.told[:5],
     }
-
-
-def orphans(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    """`orphans` after ten seconds, of `orphan_trials`; `hung`: processes whose end was not told."""
-    return asyncio.run(tried(folder, chosen.trials))

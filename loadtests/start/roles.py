@@ -7,7 +7,6 @@ helper and the rank find no core, which they do not need in order to be ready.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -207,7 +206,3 @@ async def measured(folder: Path, repeats: int, only: list[str]) -> dict[str, Any
     }
     births = [x.nursery_cpu_s for found in forked.values() for x in found]
     return figures | {"nursery_cpu_s_per_start": median(births)}
-
-
-def roles(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
-    return asyncio.run(measured(folder, chosen.repeats, chosen.kinds))

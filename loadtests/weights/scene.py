@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtests.measuring.meshed import ROOT, START_S, redis
+from loadtests.measuring.meshed import ROOT, START_S, own_nursery, redis
 from loadtests.weights.network import Links
 from meshrl.common.api.weights import STORE
 from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
 from meshrl.common.mesh.process.handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.starting import Spawning
@@ -51,6 +51,7 @@ FORKED = (
     "numpy.ma",
     "encodings.idna",
 )
+ENVIRON = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 MIB = 1 << 20
 
 
@@ -122,14 +123,6 @@ class Member:
         self._child.kill()
         await self._child.wait(10.0)
 
-    @property
-    def peak(self) -> dict[str, int]:
-        """The most bytes that it has had resident (`rss`), and what is its own of them now."""
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        kib = {name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in lines)
-               if name in ("VmHWM", "RssAnon", "RssFile", "RssShmem")}  # fmt: skip
-        return {"rss": kib["VmHWM"] << 10, "anonymous": kib["RssAnon"] << 10}
-
 
 class Scene:
     """Begins with a Redis and a nursery; hosts come to be as processes are started on them."""
@@ -150,7 +143,11 @@ class Scene:
             if self.links is not None:
                 await opened.enter_async_context(self.links)
             self._url = opened.enter_context(redis(self.directory))
-            await self._nursery(opened)
+            if NURSERY_ENV not in os.environ:  # else a test's run or a caller has one
+                about: dict[str, Any] = {"how": Spawning(own_session=True), **ENVIRON}
+                nursery = own_nursery(self._host, self.directory, "nursery", *FORKED, **about)
+                os.environ[NURSERY_ENV], _ = await opened.enter_async_context(nursery)
+                opened.callback(os.environ.pop, NURSERY_ENV)
             self.state = await State.open(self._url)
             opened.push_async_callback(self.state.close)
             opened.push_async_callback(self._end_all)
@@ -159,30 +156,6 @@ class Scene:
 
     async def __aexit__(self, *_: object) -> None:
         await self._opened.aclose()
-
-    async def _nursery(self, opened: contextlib.AsyncExitStack) -> None:
-        """Where a test's run or a caller has one, that; else one for this scene."""
-        if NURSERY_ENV in os.environ:
-            return
-        socket = self.directory / "nursery"
-        child = self._host.spawn(
-            [
-                sys.executable,
-                "-m",
-                "meshrl.common.mesh.process.forking.nursery",
-                str(socket),
-                *FORKED,
-            ],
-            name="nursery",
-            env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            how=Spawning(own_session=True),
-        )
-        opened.callback(child.kill)
-        async with asyncio.timeout(START_S):
-            while not socket.exists():
-                await asyncio.sleep(LOOK_S)
-        os.environ[NURSERY_ENV] = str(socket)
-        opened.callback(os.environ.pop, NURSERY_ENV)
 
     async def _end_all(self) -> None:
         for member in self.members:
@@ -222,8 +195,7 @@ class Scene:
         settings = self.settings(host)
         net = str(self.links.pids[host] if self.links is not None else 0)
         argv = [sys.executable, "-m", "loadtests.weights.members.within", net, module, *words]
-        about = {SETTINGS_ENV: str(settings), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        about |= {"MALLOC_ARENA_MAX": "2"} | env
+        about = ENVIRON | {SETTINGS_ENV: str(settings), "MALLOC_ARENA_MAX": "2"} | env
         child = self._host.spawn(argv, name=name, env=about, log=log, how=Spawning(pipe=pipe))
         member = Member(name, child, log)
         self.members.append(member)
@@ -269,7 +241,14 @@ class Scene:
     @staticmethod
     def tell(member: Member, order: str, **words: Any) -> asyncio.Task[Any]:
         """Gives an order, whatever becomes of it: its answer, or the error that there was none."""
-        return asyncio.create_task(_answered(member, order, words))
+
+        async def answered() -> Any:
+            try:
+                return await member.ask(order, **words)
+            except (RuntimeError, OSError) as error:
+                return error
+
+        return asyncio.create_task(answered())
 
     async def registered(self, name: str, gone: str = "") -> registry.Entry:
         """The entry of a process, once it has a live lease under another incarnation than `gone`;
@@ -281,16 +260,6 @@ class Scene:
                 if entry is not None and entry.alive and entry.incarnation != gone:
                     return entry
                 await asyncio.sleep(LOOK_S)
-
-    def cpu_s(self) -> float:
-        return sum(member.cpu_s() for member in self.members)
-
-
-async def _answered(member: Member, order: str, words: dict[str, Any]) -> Any:
-    try:
-        return await member.ask(order, **words)
-    except (RuntimeError, OSError) as error:
-        return error
 
 
 def now() -> float:

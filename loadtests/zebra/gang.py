@@ -84,23 +84,15 @@ class Setting:
     @cached_property
     def hosting(self) -> ExpertHosting:
         """What Asym-EA puts on attention ranks; memory sets no bounds here."""
-        costs, elsewhere = self.costs
-        profile, ranks = self.profile, RankCounts(COUNT, COUNT)
-        bounds = HostingBounds(0, profile.layers * profile.experts)
-        about = profile.layers, MICROS, profile.experts, ranks, costs, elsewhere, bounds
-        return hosting(*about)
+        layers, experts, ranks = self.profile.layers, self.profile.experts, RankCounts(COUNT, COUNT)
+        bounds = HostingBounds(0, layers * experts)
+        return hosting(layers, MICROS, experts, ranks, *self.costs, bounds)
 
     @property
     def scale(self) -> float:
         """Real seconds of a declared one."""
         costs, _ = self.costs
         return self.longest_s / max(costs.attention, costs.experts) / costs.backward
-
-    @property
-    def balance(self) -> float:
-        """What experts take over what attention takes."""
-        costs, _ = self.costs
-        return costs.experts / costs.attention
 
     def simulated(self, asymmetric: bool) -> Timeline:
         """A step of the gang as the list schedule has it, in declared seconds."""

@@ -67,9 +67,6 @@ class Serving:
         error = repr(self._following.exception()) if ended and self._following else ""
         return self.stats() | {"lineage": self._service.weights.lineage, "error": error}
 
-    async def looks(self) -> None:
-        self._service.weights.changed.set()
-
     async def puts(self, seeds: list[int]) -> list[float]:
         """Seconds that putting whole versions in place takes, which are in memory, between two
         steps and with nothing to generate.
