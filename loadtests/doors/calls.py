@@ -91,16 +91,14 @@ def call_all(plan: Plan) -> list[Tried]:
             socket.connect(endpoint_of(process.address))
             asked[socket] = process, way.__name__, _ask(socket, process)
             poller.register(socket, zmq.POLLIN)
-    answers: dict[zmq.Socket[bytes], dict[int, str]] = {socket: {} for socket in asked}
+    answers: dict[zmq.Socket[bytes], list[str]] = {socket: [] for socket in asked}
     until = time.monotonic() + WAIT_S
     while (left := until - time.monotonic()) > 0:
         for socket, _ in poller.poll(int(left * 1000)):
-            frames = socket.recv_multipart()
-            number = len(answers[socket])
-            answers[socket][number] = repr(b" ".join(frames))[:TOLD]
+            answers[socket].append(repr(b" ".join(socket.recv_multipart()))[:TOLD])
     tried = []
     for socket, (process, manner, calls) in asked.items():
-        told = list(answers[socket].values())
+        told = answers[socket]
         for number, what in calls.items():
             said = told[number] if number < len(told) else ""
             where = f"{what} of {process.name}, {manner}"

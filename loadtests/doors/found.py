@@ -16,7 +16,7 @@ import psutil
 from loadtests.doors.plan import Plan, Port, Process
 from loadtests.measuring.meshed import living
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.places import MeshPlace, running_launcher
 from meshrl.launch.leftovers import belonging_to
 
 SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/")  # where everybody may make files
@@ -25,7 +25,7 @@ CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, wh
 
 async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
     entries = await living(settings.redis_url)
-    launcher = psutil.Process(int(read_pid(place)))
+    launcher = psutil.Process(running_launcher(place))
     below = {child.pid for child in launcher.children(recursive=True)}
     pids = {launcher.pid, *below, *belonging_to(place.settings.resolve())} - {os.getpid()}
     plan = Plan(pids={pid: named(pid) for pid in sorted(pids)})
@@ -51,12 +51,6 @@ async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
             (plan.sockets if is_socket else plan.files).append(str(path))
     plan.sockets = sorted(set(plan.sockets))
     return plan
-
-
-def read_pid(place: MeshPlace) -> int:
-    from meshrl.directory.places import read_json
-
-    return int(read_json(place.launcher)["pid"])
 
 
 def port_in(address: str) -> int:

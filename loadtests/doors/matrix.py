@@ -29,7 +29,7 @@ from loadtests.doors.planting import LARGEST_BYTES, Planting, plant
 from loadtests.doors.stranger import SAID, THREADS, at_port
 from loadtests.measuring.entry import options, report
 from meshrl.common.api.calls.callers import CALLERS, ROLES
-from meshrl.common.api.calls.interface import Interface, Method
+from meshrl.common.api.calls.interface import Interface
 from meshrl.common.api.calls.role import Resting
 from meshrl.common.api.engine import Engine
 from meshrl.common.api.node import Node, Worker
@@ -157,25 +157,18 @@ def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _A
     """Sends every call of one role to one process; what is expected, by call id."""
     sent: dict[int, _Ask] = {}
     kind = process.name.partition("/")[0]
-    for method, right in _calls(kind):
-        found = ANSWERS.get(kind, Interface).methods.get(method.name)
-        allowed = found is not None and role in CALLERS[found.label]
-        if allowed and right:
-            continue  # that would run
-        call_id = len(sent) + 1
-        socket.send_multipart(framed(process, method, call_id, right))
-        expected = StaleIncarnation.code if allowed else NotAllowed.code
-        what = f"{method.label} of {process.name} by a {role}, {'right' if right else 'wrong'}"
-        sent[call_id] = _Ask(what, expected)
-    return sent
-
-
-def _calls(kind: str) -> Iterator[tuple[Method[Any], bool]]:
-    """Yield each method, also with a wrong incarnation where this kind of process answers it."""
+    answered = ANSWERS.get(kind, Interface).methods
     for method in methods():
-        yield method, True
-        if method.name in ANSWERS.get(kind, Interface).methods:
-            yield method, False
+        found = answered.get(method.name)
+        allowed = found is not None and role in CALLERS[found.label]
+        expected = StaleIncarnation.code if allowed else NotAllowed.code
+        # What is allowed would run with the right incarnation.
+        for right in (False,) if allowed else (True,) if found is None else (True, False):
+            call_id = len(sent) + 1
+            socket.send_multipart(framed(process, method, call_id, right))
+            what = f"{method.label} of {process.name} by a {role}, {'right' if right else 'wrong'}"
+            sent[call_id] = _Ask(what, expected)
+    return sent
 
 
 def _answer(frames: list[bytes]) -> tuple[int, str]:
@@ -203,10 +196,12 @@ async def tried(root: Path) -> dict[str, Any]:
         entries = [entry for entry in await registry.entries(states[PERSON]) if entry.alive]
         processes = [Process(e.name, e.address, e.incarnation) for e in entries]
         [store] = [entry for entry in entries if entry.name == STORE]
-        files = _code(await jobs.jobs(states[PERSON]))
+        rows = await jobs.jobs(states[PERSON])
+        listed = [file for row in rows for file in bundle_files.of(row.document).values()]
+        files = {digest: size for size, digest in listed if 0 < size <= LARGEST_BYTES}
         matrix = await role_matrix(states, settings.host, processes, store, files)
     asked, answered = await asyncio.to_thread(without_key, processes)
-    ports = [*_ports(entries), *_redis_ports(place), *_gateway_ports(place)]
+    ports = list(_ports(entries, place))
     for one in await asyncio.to_thread(_knocked, ports):
         asked += 1
         if one.outcome not in (REFUSED, GREETED):
@@ -227,37 +222,25 @@ async def tried(root: Path) -> dict[str, Any]:
     }
 
 
-def _code(rows: Sequence[jobs.JobRow]) -> dict[str, int]:
-    """Bytes of each file of the jobs' bundles, by digest; not of large ones."""
-    listed = [about for row in rows for about in bundle_files.of(row.document).values()]
-    return {digest: size for size, digest in listed if 0 < size <= LARGEST_BYTES}
-
-
-def _ports(entries: Sequence[Entry]) -> Iterator[Port]:
+def _ports(entries: Sequence[Entry], place: MeshPlace) -> Iterator[Port]:
+    """Those of processes, of the gateway, and of the mesh's own Redis if it has one for hosts."""
     for entry in entries:
         yield from _port(entry.address, "calls", entry.name)
         yield from _port(entry.bulk, "bulk", entry.name)
-
-
-def _gateway_ports(place: MeshPlace) -> Iterator[Port]:
     if found := identity.known(place.directory):
         yield from _port(found.address, "calls", "the gateway")
-
-
-def _port(address: str, serves: str, owner: str) -> Iterator[Port]:
-    host, _, port = endpoint_of(address).removeprefix("tcp://").rpartition(":")
-    if port.isdigit():
-        yield Port(host.strip("[]"), int(port), serves, owner)
-
-
-def _redis_ports(place: MeshPlace) -> Iterator[Port]:
-    """That of the mesh's own server, if it has one for other hosts."""
     written = place.directory / "redis.conf"
     if written.exists():
         lines = [line.split() for line in written.read_text().splitlines() if line]
         set_to = {words[0]: words[1] for words in lines if len(words) > 1}
         if port := int(set_to.get("tls-port", "0")):
             yield Port(set_to["bind"], port, "redis", "the mesh")
+
+
+def _port(address: str, serves: str, owner: str) -> Iterator[Port]:
+    host, _, port = endpoint_of(address).removeprefix("tcp://").rpartition(":")
+    if port.isdigit():
+        yield Port(host.strip("[]"), int(port), serves, owner)
 
 
 def _knocked(ports: Sequence[Port]) -> list[Tried]:

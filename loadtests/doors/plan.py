@@ -6,7 +6,7 @@ name and right incarnation.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 NOBODY = 65534
@@ -50,9 +50,6 @@ class Plan:
         processes = [Process(**process) for process in document.pop("processes")]
         pids = {int(pid): name for pid, name in document.pop("pids").items()}
         return cls(ports, processes, pids=pids, **document)
-
-    def encode(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

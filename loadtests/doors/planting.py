@@ -42,8 +42,9 @@ def plant(keys: Mapping[str, X25519PrivateKey], store: Entry, files: Mapping[str
             found.tried += 1
             with suppress(MeshError), _session(key, store) as session:
                 session.ask(PUT, digest, content, space=space)
-            if _is_planted(keys[READER], store, digest, content):
-                found.planted.append(f"{role}: {what} in space {space!r}")
+            with suppress(NotFound), _session(keys[READER], store) as session:
+                if session.chunk(digest, PUBLISHED) == content:  # fetched as the job's would be
+                    found.planted.append(f"{role}: {what} in space {space!r}")
     return found
 
 
@@ -54,15 +55,6 @@ def _attempts(role: str, files: Mapping[str, int]) -> Iterator[tuple[str, str, s
             yield f"other bytes as {digest[:8]}", space, digest, os.urandom(size)
     own = f"raise SystemExit('planted by {role}')".encode()
     yield "bytes of its own among what is published", PUBLISHED, digest_of(own), own
-
-
-def _is_planted(key: X25519PrivateKey, store: Entry, digest: str, content: bytes) -> bool:
-    """True if a file that is fetched as the job's would have these bytes."""
-    try:
-        with _session(key, store) as session:
-            return session.chunk(digest, PUBLISHED) == content
-    except NotFound:
-        return False
 
 
 def _session(key: X25519PrivateKey, store: Entry) -> BulkSession:

@@ -16,6 +16,7 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
@@ -53,6 +54,8 @@ SAID: dict[str, bytes] = {
 }
 PRIVATE = ("environ", "maps", "mem", "stack", "syscall", "io")
 LINKS = ("cwd", "root", "exe")
+ANYBODY = ssl.create_default_context()  # TLS with whoever it is
+ANYBODY.check_hostname, ANYBODY.verify_mode = False, ssl.CERT_NONE
 
 
 def become_nobody() -> None:
@@ -68,11 +71,9 @@ def become_nobody() -> None:
 def heard(connection: socket.socket) -> bytes:
     received = b""
     connection.settimeout(WAIT_S)
-    try:
+    with suppress(OSError):
         while len(received) < TOLD and (more := connection.recv(1 << 16)):
             received += more
-    except OSError:
-        pass
     return received
 
 
@@ -98,22 +99,14 @@ def outcome(port: Port, said: bytes) -> str:
 def at_port(port: Port, what: str, tls: bool = False) -> Tried:
     """Says one thing to one port, over TLS with whoever it is if so asked."""
     said = b""
-    try:
+    with suppress(OSError):
         connection = socket.create_connection((port.host, port.port), timeout=WAIT_S)
-        with _anybody().wrap_socket(connection) if tls else connection as end:
+        with ANYBODY.wrap_socket(connection) if tls else connection as end:
             end.sendall(SAID[what])
             said = heard(end)
-    except OSError:
-        pass
     over = f"{port.host}:{port.port}{' over TLS' if tls else ''}"
     where = f"{what} at {over} ({port.serves or 'other'} of {port.owner})"
     return Tried(where, outcome(port, said), said[:TOLD].decode("latin-1"))
-
-
-def _anybody() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
 
 
 def at_socket(path: str) -> Tried:

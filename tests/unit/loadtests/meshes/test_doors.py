@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ async def tried(plan: Plan) -> list[Tried]:
         stdout=asyncio.subprocess.PIPE,
     )
     async with asyncio.timeout(scaled(TRIES_S)):
-        told, _ = await stranger.communicate(json.dumps(plan.encode()).encode())
+        told, _ = await stranger.communicate(json.dumps(asdict(plan)).encode())
     assert stranger.returncode == 0
     return [Tried(**one) for one in json.loads(told)]
 
