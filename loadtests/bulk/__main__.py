@@ -26,9 +26,8 @@ import ssl
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -56,7 +55,6 @@ WAYS = ("plain", "aes", "chacha", "tls")
 DEADLINE_S = 600.0
 HANDSHAKES = 20
 CERTIFICATE = "tls.pem"
-Ask = Callable[[], object]
 
 
 def whose(keys: Sequence[str]) -> list[tuple[str, ...]]:
@@ -152,12 +150,17 @@ class Asking:
             while connected.recv_into(room):
                 pass
 
-    def greet(self, way: str) -> None:
-        if way != "tls":
-            with self.session(way):
-                return
-        with self._tls() as connected:
-            connected.send(b"-")
+    def handshake_ms(self, way: str) -> float:
+        found = []
+        for _ in range(HANDSHAKES):
+            began = time.perf_counter()
+            if way == "tls":
+                with self._tls() as connected:
+                    connected.send(b"-")
+            else:
+                self.session(way).open().close()
+            found.append(1000 * (time.perf_counter() - began))
+        return round(statistics.median(found), 2)
 
     def _tls(self) -> ssl.SSLSocket:
         host, _, port = self._places["tls"].rpartition(":")
@@ -181,24 +184,15 @@ def compare(rounds: int, size: int, directory: Path) -> dict[str, float]:
                 if number:
                     seconds[way].append(lasted)
                     costs[way].append(cpu_s(os.getpid(), server) - before)
-        greeted = {way: _handshake_ms(partial(asking.greet, way)) for way in ("aes", "tls")}
+        handshakes = asking.handshake_ms("aes"), asking.handshake_ms("tls")
     gigabytes = size / 1e9
     found: dict[str, float] = {"mib": size >> 20, "rounds": rounds, "cores": os.cpu_count() or 0}
     for way in WAYS:
         found[f"{way}_mb_per_s"] = round(size / 1e6 / statistics.median(seconds[way]))
         found[f"{way}_cpu_s_per_gb"] = round(statistics.median(costs[way]) / gigabytes, 3)
         found[f"ratio_{way}"] = ratio(costs[way], costs["plain"], 2)
-    found["handshake_ms_keys"], found["handshake_ms_tls"] = greeted["aes"], greeted["tls"]
+    found["handshake_ms_keys"], found["handshake_ms_tls"] = handshakes
     return found
-
-
-def _handshake_ms(greet: Ask) -> float:
-    found = []
-    for _ in range(HANDSHAKES):
-        began = time.perf_counter()
-        greet()
-        found.append(1000 * (time.perf_counter() - began))
-    return round(statistics.median(found), 2)
 
 
 def move(size: int, directory: Path) -> dict[str, float]:

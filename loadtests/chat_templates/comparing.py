@@ -28,10 +28,9 @@ PLAIN = (  # and is a token that is not special, as in Qwen's tokenizers
     "<think>",
     "</think>",
 )
-OUTCOMES = ("equal", "kept", "unread", "refused", "unequal")
+OUTCOMES = ("equal", "kept", "unread", "refused", "unequal")  # a conversation: as its worst step
 MESSAGES: dict[str, Message] = json.loads(Path(__file__).with_name("messages.json").read_text())
 SYSTEM, USER, ANSWER, AGAIN, ADD, CALL, VALUE = MESSAGES.values()
-ORDER = ("equal", "kept", "unread", "refused", "unequal")  # a conversation is as its worst step
 CONVERSATIONS: dict[str, tuple[list[Message], list[Message], list[Message]]] = {
     # name: tools, the prompt, then a turn of the model and what follows it, and so on
     "prompt": ([], [USER], []),
@@ -75,7 +74,7 @@ def compared(directory: Path, options: dict[str, Any] | None = None) -> dict[str
             outcomes = list(_held(chat, theirs, tools, prompt, rest, options or {}))
         except ChatBroken as error:
             outcomes = [f"refused: {error.message[:120]}"]
-        found[name] = max(outcomes, key=lambda outcome: ORDER.index(outcome.partition(":")[0]))
+        found[name] = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.partition(":")[0]))
     return found
 
 

@@ -28,19 +28,9 @@ FALSE_REJECT = 0.01  # at most
 SAME = 1e-9  # shares of tests are small fractions
 
 
-def supported(row: Row, answers: Answers) -> bool:
-    """Whether the product grades a row's tests, whatever the solution."""
-    return all(answers[row.name, which].status != UNSUPPORTED for which in row.solutions)
-
-
 def score(row: Row, which: str, answers: Answers) -> float | None:
     answer = answers[row.name, which]
     return float(answer.value) if answer.status == OK else None
-
-
-def rejected(row: Row, answers: Answers) -> bool:
-    value = score(row, RIGHT, answers)
-    return value is None or value < 1.0
 
 
 def accepted(row: Row, which: str, answers: Answers) -> bool:
@@ -53,13 +43,14 @@ def rates(rows: Iterable[Row], answers: Answers, judged: Verdicts) -> dict[str, 
     another share of the tests passed than the judge has; `errors`: answers that are no score.
     """
     rows = list(rows)
-    taken = [row for row in rows if supported(row, answers)]
+    unsupported = {name for (name, _), answer in answers.items() if answer.status == UNSUPPORTED}
+    taken = [row for row in rows if row.name not in unsupported]
     wrong = [(row, which) for row in taken for which in WRONG]
     scores = [(score(*one, answers), judged[one[0].name, one[1]].share) for one in wrong]
     return {
         "rows": len(rows),
         "support": _share(len(taken), len(rows)),
-        "false_reject": _share(sum(rejected(row, answers) for row in taken), len(taken)),
+        "false_reject": _share(sum(not accepted(row, RIGHT, answers) for row in taken), len(taken)),
         "false_accept": _share(sum(accepted(*one, answers) for one in wrong), len(wrong)),
         "other_share": _share(
             sum(ours is not None and abs(ours - its) > SAME for ours, its in scores), len(wrong)
@@ -80,10 +71,8 @@ def offenders(rows: Iterable[Row], answers: Answers) -> list[str]:
             if answer.status == UNSUPPORTED:
                 found.append(f"unsupported {said}")
                 break
-            if which == RIGHT and rejected(row, answers):
-                found.append(f"false_reject {said}")
-            if which != RIGHT and accepted(row, which, answers):
-                found.append(f"false_accept {said}")
+            if accepted(row, which, answers) != (which == RIGHT):
+                found.append(f"{'false_reject' if which == RIGHT else 'false_accept'} {said}")
     return found
 
 

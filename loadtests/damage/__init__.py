@@ -1,3 +1,1 @@
-"""Durable files that come back wrong: `files` says which there are, `harms` what happens to one,
-`trials` what a run makes of it. Start with `__main__`.
-"""
+"""Durable files that come back wrong. Open `files.py` first."""

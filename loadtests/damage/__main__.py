@@ -38,6 +38,7 @@ from loadtests.measuring.commands import Command
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.meshed import living
 from loadtests.mistakes.job import JOB, Place, toml
+from meshrl.directory.places import read_if_whole
 
 AT_REST, RUNNING = "at rest", "running"
 STEPS = 24
@@ -46,6 +47,7 @@ NAMED_S = 60.0  # by when a failure must be named
 ENDS_S = 180.0  # by when a run must have ended, in one way or another
 UP_S = 120.0
 STEP = re.compile(r"step (\d+)/")
+TELLING = ("damaged", "older than", "not whole", "quarantine", "set aside")  # of damage, in a line
 SLOW = '''"""A reward that takes its time, so that a run can be met on its way."""
 
 import time
@@ -156,22 +158,30 @@ class Slot:
             if command is not None:
                 command.end()
 
-    def _readers(self, kind: Kind, command: _Run | None) -> list[int]:
+    def _readers(self, kind: Kind, command: Command | None) -> list[int]:
         """The pids of those who read files of this kind when they start again."""
         if command is None:
             return []
         if LAUNCHER in kind.readers:
             return [command.program.pid]
-        url = _read(self.run / "mesh/settings.json").get("redis_url", "")
+        url = read_if_whole(self.run / "mesh/settings.json").get("redis_url", "")
         found = asyncio.run(living(url))
         pids = [e.pid for e in found if e.name in kind.readers or e.kind in kind.readers]
-        return pids + (_redis_of(self.run) if "redis" in kind.readers else [])
+        if "redis" not in kind.readers:
+            return pids
+        directory = str(self.run / "mesh" / "redis")
+        for process in psutil.process_iter(["pid", "name", "cwd"]):
+            name, cwd = process.info["name"] or "", process.info["cwd"] or ""
+            if ("redis" in name or "valkey" in name) and cwd.startswith(directory):
+                pids.append(process.info["pid"])
+        return pids
 
     def _judge(
         self, trial: Trial, path: Path, lines: list[str], status: int | None, ended_s: float
     ) -> Verdict:
-        summary = _read(self.run / "summary.json")
-        said = [line.strip() for line in lines if _tells(line, path)]
+        summary = read_if_whole(self.run / "summary.json")
+        words = (path.name.lower(), *TELLING)
+        said = [line.strip() for line in lines if any(word in line.lower() for word in words)]
         figures = {key: summary.get(key) for key in ("lost", "trained_twice", "host_lost")}
         text = "".join(lines)
         outcome, why = "recovered", ""
@@ -209,32 +219,8 @@ def _copied(run: Path, to: Path) -> None:
     shutil.copytree(run, to, symlinks=True, ignore=sockets)
 
 
-def _tells(line: str, path: Path) -> bool:
-    """Whether a line tells of damage to this file."""
-    words = ("damaged", "older than", "not whole", "quarantine", "set aside")
-    return path.name in line or any(word in line.lower() for word in words)
-
-
 def _skipped(trial: Trial, why: str) -> Verdict:
     return Verdict(trial.name, "skipped", why, "", 0.0, None, None, None, None, [], "")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found
-
-
-def _redis_of(run: Path) -> list[int]:
-    directory = str(run / "mesh" / "redis")
-    found = []
-    for process in psutil.process_iter(["pid", "name", "cwd"]):
-        name, cwd = process.info["name"] or "", process.info["cwd"] or ""
-        if ("redis" in name or "valkey" in name) and cwd.startswith(directory):
-            found.append(process.info["pid"])
-    return found
 
 
 ALL = [Trial(kind, how, when) for kind in KINDS for how in HARMS for when in (AT_REST, RUNNING)]
@@ -257,11 +243,14 @@ def main() -> int:
     if given.list:
         print(*(trial.name for trial in chosen), sep="\n")
         return 0
-    verdicts = _known(given.out)
+    rows = given.out.read_text().splitlines() if given.out and given.out.is_file() else []
+    verdicts: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, rows)}
     left = [trial for trial in chosen if trial.name not in verdicts]
     for verdict in tried(left, given.jobs):
         verdicts[verdict.name] = asdict(verdict)
-        tell(_told(verdict))
+        why = f": {verdict.why}" if verdict.why else ""
+        about = f"{verdict.name} ({verdict.path}){why}"
+        tell(f"{verdict.outcome:9} {verdict.ended_s:6.1f} s  {about}")
         if given.out:
             with given.out.open("a") as file:
                 file.write(json.dumps(asdict(verdict)) + "\n")
@@ -289,18 +278,6 @@ def tried(trials: list[Trial], jobs: int) -> Any:
 
         with ThreadPoolExecutor(jobs) as pool:
             yield from pool.map(attempt, trials)
-
-
-def _known(path: Path | None) -> dict[str, dict[str, Any]]:
-    if path is None or not path.is_file():
-        return {}
-    rows = map(json.loads, path.read_text().splitlines())
-    return {row["name"]: row for row in rows}
-
-
-def _told(verdict: Verdict) -> str:
-    why = f": {verdict.why}" if verdict.why else ""
-    return f"{verdict.outcome:9} {verdict.ended_s:6.1f} s  {verdict.name} ({verdict.path}){why}"
 
 
 def summary(verdicts: list[dict[str, Any]]) -> dict[str, Any]:

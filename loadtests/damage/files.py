@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,35 +25,31 @@ HEAD_BYTES = 8
 def harm(how: str, path: Path, older: Path | None, at_head: bool) -> str:
     """Does it; why it cannot be done, or an empty text."""
     try:
-        return _harmed(how, path, older, at_head)
+        content = path.read_bytes()
+        match how:
+            case "flip":
+                if not content:
+                    return "it is empty"
+                at = min(HEAD_BYTES, len(content)) - 1 if at_head else len(content) // 2
+                _over(path, content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
+            case "truncate":
+                if len(content) < 2:
+                    return "it is too short"
+                _over(path, content[: HEAD_BYTES // 2 if at_head else len(content) // 2])
+            case "empty":
+                _over(path, b"")
+            case "delete":
+                path.unlink()
+            case "older":
+                if older is None or older.read_bytes() == content:
+                    return "there is no older one that differs"
+                stamped = path.with_name(path.name + ".older")
+                shutil.copyfile(older, stamped)
+                stamped.replace(path)
+            case _:
+                raise ValueError(how)
     except FileNotFoundError:  # nothing needs it any more
         return "it has gone"
-
-
-def _harmed(how: str, path: Path, older: Path | None, at_head: bool) -> str:
-    content = path.read_bytes()
-    match how:
-        case "flip":
-            if not content:
-                return "it is empty"
-            at = min(HEAD_BYTES, len(content)) - 1 if at_head else len(content) // 2
-            _over(path, content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
-        case "truncate":
-            if len(content) < 2:
-                return "it is too short"
-            _over(path, content[: HEAD_BYTES // 2 if at_head else len(content) // 2])
-        case "empty":
-            _over(path, b"")
-        case "delete":
-            path.unlink()
-        case "older":
-            if older is None or older.read_bytes() == content:
-                return "there is no older one that differs"
-            stamped = path.with_name(path.name + ".older")
-            shutil.copyfile(older, stamped)
-            stamped.replace(path)
-        case _:
-            raise ValueError(how)
     return ""
 
 
@@ -103,32 +99,24 @@ def _beside(pattern: str, run: Path) -> list[Path]:
 _states, _exported = partial(_beside, "state/*"), partial(_beside, "model.safetensors")
 
 
-def _manifest_digests(run: Path) -> list[str]:
-    """Of the weights that checkpoints name, the newest first."""
-    found = []
-    for path in _newest(run):
-        try:
-            found.append(str(json.loads(path.read_text())["weights"]))
-        except (ValueError, KeyError):
-            continue
-    return found
-
-
-def _chunk(run: Path, digest: str) -> Path:
-    return run / "store" / digest[:2] / digest
-
-
-def _group(run: Path, digest: str) -> Path:
-    return run / "store" / GROUPS / digest[:2] / digest
+def _stored(store: Path, digests: Iterable[str]) -> list[Path]:
+    """Files of a store by their digests, of those that it has."""
+    paths = (store / digest[:2] / digest for digest in digests)
+    return [path for path in paths if path.is_file()]
 
 
 def _manifests(run: Path) -> list[Path]:
-    return [path for path in (_chunk(run, d) for d in _manifest_digests(run)) if path.is_file()]
+    """Manifests of the weights that checkpoints name, the newest first."""
+    found = []
+    for path in _newest(run):
+        with contextlib.suppress(ValueError, KeyError):
+            found.append(str(json.loads(path.read_text())["weights"]))
+    return _stored(run / "store", found)
 
 
 def _weights(run: Path) -> list[Path]:
     named = {digest for path in _manifests(run)[:1] for digest in DIGEST.findall(path.read_bytes())}
-    return [p for p in (_chunk(run, digest.decode()) for digest in sorted(named)) if p.is_file()]
+    return _stored(run / "store", (digest.decode() for digest in sorted(named)))
 
 
 def _groups(run: Path) -> list[Path]:
@@ -143,16 +131,12 @@ def _groups(run: Path) -> list[Path]:
             trained |= {row["group"] for row in fields["groups"]}
     waiting = [digest for group, digest in sorted(ready.items()) if group not in trained]
     again = [digest for group, digest in sorted(ready.items(), reverse=True) if group in trained]
-    return [path for path in map(partial(_group, run), waiting + again) if path.is_file()]
+    return _stored(run / "store" / GROUPS, waiting + again)
 
 
 def _ledgers(run: Path) -> list[Path]:
     found = [path for path in run.glob("ledger/*/*.ledger") if path.stat().st_size > 64]
     return sorted(found, reverse=True)
-
-
-def _one(*parts: str) -> Callable[[Path], list[Path]]:
-    return lambda run: [path for path in [run.joinpath(*parts)] if path.is_file()]
 
 
 def _matching(pattern: str) -> Callable[[Path], list[Path]]:
@@ -176,9 +160,9 @@ KINDS: tuple[Kind, ...] = (
     Kind("dataset", _matching("bundle/*/data/train.jsonl"), ("rollout",), recovers=False),
     Kind("tokenizer", _matching("bundle/*/tokenizer/tokenizer.json"), ("rollout",), recovers=False),
     Kind("code", _matching("bundle/*/modules/*.py"), ("sandbox",), recovers=False),
-    Kind("job", _one("job.json"), (LAUNCHER,)),
-    Kind("events", _one("events.jsonl"), (LAUNCHER,)),
-    Kind("metrics", _one("metrics.jsonl"), (LAUNCHER,)),
-    Kind("usage", _one("usage.json"), (LAUNCHER,), unneeded=("older",)),
-    Kind("shape", _one("mesh", "shape.json"), (LAUNCHER,), unneeded=HARMS),
+    Kind("job", _matching("job.json"), (LAUNCHER,)),
+    Kind("events", _matching("events.jsonl"), (LAUNCHER,)),
+    Kind("metrics", _matching("metrics.jsonl"), (LAUNCHER,)),
+    Kind("usage", _matching("usage.json"), (LAUNCHER,), unneeded=("older",)),
+    Kind("shape", _matching("mesh/shape.json"), (LAUNCHER,), unneeded=HARMS),
 )

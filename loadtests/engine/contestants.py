@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from loadtests.measuring.processes import environment
+
 VLLM = Path(".venvs/vllm")  # where `make peers` builds it
 STOP_S = 60.0
 VOCABULARY = 512
@@ -36,14 +38,13 @@ class Contestant:
 
     def __init__(self, command: list[str]) -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the worker
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
             text=True,
-            env=environment,
+            env=environment(),
         )
         self.ready = self._line()
 
@@ -81,16 +82,9 @@ class Contestant:
 
 
 def ours(model: Path, path: str, dtype: str = "float32", length: int = 4352) -> Contestant:
-    module = [
-        sys.executable,
-        "-m",
-        "loadtests.engine.worker",
-        "--path",
-        path,
-        "--dtype",
-        dtype,
-    ]
-    return Contestant([*module, "--model", str(model), "--max-length", str(length)])
+    module = [sys.executable, "-m", "loadtests.engine.worker"]
+    about = ["--path", path, "--dtype", dtype, "--max-length", str(length)]
+    return Contestant([*module, *about, "--model", str(model)])
 
 
 def generate(model: Path) -> Contestant:

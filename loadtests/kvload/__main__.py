@@ -53,8 +53,7 @@ def turns(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, An
         for turn in range(rounds):
             arms = [("without", small), ("with", small), ("roomy", large)]
             for name, made in rotated(arms, turn):
-                made.forget()
-                made.engine.prefixes = made.cache if name == "with" else None
+                made.forget(made.cache if name == "with" else None)
                 wall_s, computed = _conversations(made, turn, prompt)
                 found.setdefault(f"{name}_s", []).append(wall_s)
                 found.setdefault(f"{name}_computed", []).append(computed)
@@ -81,7 +80,7 @@ def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
         now_s = time.monotonic() - began
         while due and due[0][0] <= now_s:
             _, session = heapq.heappop(due)
-            request = _turn(made, session, contexts[session])
+            request = made.request(contexts[session], ANSWER, session)
             asked[request.id], said[session] = session, []
             made.engine.submit([request])
         if not made.engine.step():
@@ -105,12 +104,6 @@ def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
     return time.monotonic() - began, float(made.engine.tokens_computed - computed)
 
 
-def _turn(made: Scene, session: int, context: np.ndarray) -> Request:
-    request = made.request(context, ANSWER)
-    request.session = session
-    return request
-
-
 def cost(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any]:
     """Measure CPU-seconds of sessions that are kept and never come back, over not keeping them."""
     found: dict[str, list[float]] = {}
@@ -118,15 +111,13 @@ def cost(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any
     with scene(model, length, directory, slots=2, kv_tokens=length + 64) as made:
         for turn in range(rounds):
             for name in ("kept", "not")[:: 1 if turn % 2 else -1]:
-                made.forget()
-                made.engine.prefixes = made.cache if name == "kept" else None
+                made.forget(made.cache if name == "kept" else None)
                 random = np.random.default_rng(turn)
                 began_s = time.process_time()
                 for i in range(PASSING):
                     tokens = random.integers(0, VOCAB, prompt).astype(np.int32)
-                    request = made.request(tokens, ANSWER)
-                    request.session = 1_000_000 * turn + i if name == "kept" else NO_SESSION
-                    made.engine.submit([request])
+                    session = 1_000_000 * turn + i if name == "kept" else NO_SESSION
+                    made.engine.submit([made.request(tokens, ANSWER, session)])
                     made.finish()
                 made.cache.writer.flush(60.0)
                 found.setdefault(f"{name}_cpu_s", []).append(time.process_time() - began_s)
@@ -153,8 +144,7 @@ def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
         rate = size / compute_s  # loading takes as long as computing
         plain = type(made.engine.schedule)
         for turn in range(rounds):
-            arms: list[tuple[str, type[Schedule]]]
-            arms = [("ours", plain), ("without", Unprioritised)]
+            arms: list[tuple[str, type[Schedule]]] = [("ours", plain), ("without", Unprioritised)]
             for name, kind in arms[:: 1 if turn % 2 else -1]:
                 made.engine.schedule.__class__ = kind
                 made.files.settle(rate)
@@ -181,8 +171,7 @@ def _short(made: Scene, seed: int, new: int) -> list[Request]:
 
 
 def _together(made: Scene, tokens: np.ndarray, seed: int) -> tuple[float, float]:
-    made.forget()
-    made.engine.prefixes = made.cache
+    made.forget(made.cache)
     asked = [made.request(tokens, NEW), *_short(made, seed, NEW)]
     first: dict[int, float] = {}
     began = time.monotonic()
@@ -202,8 +191,7 @@ def _together(made: Scene, tokens: np.ndarray, seed: int) -> tuple[float, float]
 
 def _decoding(made: Scene, tokens: np.ndarray, loads: bool) -> float:
     """Tokens per second of those that decode, while a prefix is loaded and not computed."""
-    made.forget()
-    made.engine.prefixes = LoadOnly(made.cache)
+    made.forget(LoadOnly(made.cache))
     made.engine.submit(_short(made, 0, DECODED))
     while made.engine.tokens_generated and made.engine.schedule.joining:
         made.engine.step()

@@ -94,15 +94,7 @@ def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
             link = Link(here, loop, directory / "rates")
             engine, clock = made.engine, SystemClock()
             nothing = KVTier("memory", directory / "here", 0, clock.wall)
-            cache = HostCache(
-                [nothing],
-                clock,
-                engine,
-                "keep",
-                made.wake.set,
-                raised,
-                link,
-            )
+            cache = HostCache([nothing], clock, engine, "keep", made.wake.set, raised, link)
             cache.computing(WEIGHTS)
             made.cache, made.paced, made.load_only = cache, link, LinkOnly
             try:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from loadtests.measuring.models import Tensors, drawn, shape
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.generation.builtin.build import TorchEngine, build
-from meshrl.common.generation.contract import Request
-from meshrl.common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Sought
+from meshrl.common.generation.contract import NO_SESSION, Request
+from meshrl.common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Prefixes, Sought
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.kv.chunk_files import ChunkFiles, ChunkHead, domain_of, names_of
 from meshrl.services.engine.kv.host_cache import HostCache
@@ -40,16 +40,8 @@ _SHAPES = {
 def config(name: str, length: int) -> ModelConfig:
     """A model of so many parameters: wide and flat, as prefill of 16K tokens is to end today."""
     vocabulary, hidden, layers, ffn, width = _SHAPES[name]
-    return shape(
-        hidden,
-        layers,
-        ffn,
-        vocabulary,
-        (4, 4),
-        head_dim=width,
-        tie_embeddings=True,
-        max_positions=length,
-    )
+    about = {"head_dim": width, "tie_embeddings": True, "max_positions": length}
+    return shape(hidden, layers, ffn, vocabulary, (4, 4), **about)
 
 
 class PacedFiles(ChunkFiles):
@@ -126,21 +118,24 @@ class Scene:
         self._ids = 0
         self.steps: list[tuple[int, float]] = []  # tokens computed, and seconds since the request
 
-    def forget(self) -> None:
+    def forget(self, prefixes: Prefixes | None = None) -> None:
+        """Has nothing computed; from now on `prefixes` keeps caches."""
         self.engine.prefixes = None
         self.engine.swap(self._weights, 0)
+        self.engine.prefixes = prefixes
 
-    def request(self, tokens: NDArray[np.int32], max_new: int = 1) -> Request:
+    def request(
+        self, tokens: NDArray[np.int32], max_new: int = 1, session: int = NO_SESSION
+    ) -> Request:
         self._ids += 1
-        return Request(self._ids, tokens, max_new, 0.0, (), self._ids, -1)
+        return Request(self._ids, tokens, max_new, 0.0, (), self._ids, session)
 
     def first_token_s(
         self, tokens: NDArray[np.int32], arm: str, until_s: float = LONGEST_S
     ) -> float:
         """Seconds to the first token after `tokens` by `arm`; `until_s` where it takes longer."""
-        self.forget()
-        if arm != "compute":
-            self.engine.prefixes = self.load_only(self.cache) if arm == "load" else self.cache
+        kept: dict[str, Prefixes] = {"load": self.load_only(self.cache), "both": self.cache}
+        self.forget(kept.get(arm))
         asked, computed = self.request(tokens), self.engine.tokens_computed
         self.steps.clear()
         began = time.monotonic()

@@ -4,7 +4,7 @@ what it is loaded from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from meshrl.common.generation.loading import CHUNK
 
 BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end
 MATCHED = 1.0
+COMPUTING = ("compute", 0.0)  # the arm without a ratio
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,6 @@ POINTS = (
     Point("200M", 2048, (0.2, 1.0, 5.0)),
     Point("200M", 8192, (1.0,)),
 )
-
-
 OVER_SOCKETS = (
     Point("30M", 2048, (0.2, 0.5, 1.0, 2.0, 5.0)),
     Point("30M", 8192, (0.2, 1.0)),
@@ -84,12 +83,10 @@ def _measured(made: Scene, point: Point, rounds: int) -> dict[float, dict[str, A
     times: dict[tuple[str, float], list[float]] = {}
     curves: list[list[tuple[int, float]]] = []
     met: dict[float, list[int]] = {ratio: [] for ratio in point.ratios}
-    computing = ("compute", 0.0)
-    rest = [(arm, ratio) for ratio in point.ratios for arm in ("load", "both")]
-    arms = [computing, *rest]
+    arms = [COMPUTING, *((arm, ratio) for ratio in point.ratios for arm in ("load", "both"))]
     for turn in range(rounds):
         for arm, ratio in rotated(arms, 3 * turn):
-            known = times.get(computing, [compute_s])
+            known = times.get(COMPUTING, [compute_s])
             made.paced.settle(size / (ratio * median(known)) if ratio else 0.0)
             until_s = BEYOND * max(known) if arm == "load" else 600.0
             before = made.engine.tokens_computed
@@ -100,25 +97,20 @@ def _measured(made: Scene, point: Point, rounds: int) -> dict[float, dict[str, A
             if arm == "both":
                 met[ratio].append(made.engine.tokens_computed - before)
     curve = sorted(curves, key=lambda steps: steps[-1][1])[len(curves) // 2]
-    computed = times[computing]
     return {
-        ratio: _figures(
-            point.tokens, ratio, computed, times["load", ratio], times["both", ratio],
-            met[ratio], curve,
-        )
+        ratio: _figures(point.tokens, ratio, times, median(met[ratio]), curve)
         for ratio in point.ratios
-    }  # fmt: skip
+    }
 
 
 def _figures(
     n: int,
     ratio: float,
-    compute: list[float],
-    load: list[float],
-    both: list[float],
-    met: list[int],
+    times: Mapping[tuple[str, float], list[float]],
+    met: float,
     curve: list[tuple[int, float]],
 ) -> dict[str, Any]:
+    compute, load, both = times[COMPUTING], times["load", ratio], times["both", ratio]
     compute_s, load_s, both_s = median(compute), median(load), median(both)
     # Loading alone that was broken off tells less than the rate that it was slowed down to.
     per_token = load_s / n if ratio <= 1 else ratio * compute_s / n
@@ -133,7 +125,7 @@ def _figures(
         "over_load": round(per_token * n / both_s, 3),
         "closed_form_share": round(best_s / both_s, 3),
         "never_worse": round(median(worse), 3),
-        "meeting_error_chunks": round((median(met) - at) / CHUNK, 1),
+        "meeting_error_chunks": round((met - at) / CHUNK, 1),
     }
 
 

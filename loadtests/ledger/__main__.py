@@ -165,10 +165,7 @@ def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:
             tokens = found[name][GREEDY_PROMPT:]
             exact += np.array_equal(tokens, expected[number % GREEDY_PROMPTS])
         count = len(found.files)
-    return {
-        "exact_outputs": round(exact / count, 4) if count else 0.0,
-        "compared": count,
-    }
+    return {"exact_outputs": round(exact / count, 4) if count else 0.0, "compared": count}
 
 
 def asked_again(asked: Path, written: Path) -> tuple[int, int]:

@@ -22,7 +22,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -88,12 +87,7 @@ class Hosts:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._clear()
 
     async def cut(self, number: int) -> None:

@@ -89,11 +89,7 @@ def karmarkar_karp(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> 
     bins of similar cost share a round. verl balances its micro-batches so.
     """
     costs = [cost.sequence(length) for length in lengths]
-
-    def partitioned(count: int) -> list[list[int]]:
-        return _differenced(costs, count)
-
-    bins = _fewest(partitioned, lengths, budget, ranks)
+    bins = _fewest(partial(_differenced, costs), lengths, budget, ranks)
     bins.sort(key=lambda bin: -sum(costs[i] for i in bin))
     return _rounds(bins, ranks)
 

@@ -38,7 +38,6 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.mesh.runtime.seams import Seams
 from meshrl.common.state import jobs, leader, registry
@@ -216,7 +215,7 @@ class Idle:
         self.members: list[Mesh] = []
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def member(self, name: str, make: Callable[[Mesh], Actor | None]) -> Mesh:
+    def member(self, name: str) -> Mesh:
         mesh = Mesh(
             name,
             name.partition("/")[0],
@@ -228,7 +227,6 @@ class Idle:
                 host=SystemHost(),
             ),
         )
-        await mesh.join(make(mesh))
         self.members.append(mesh)
         return mesh
 
@@ -236,24 +234,21 @@ class Idle:
         self.tasks.append(asyncio.create_task(work))
 
     async def worker(self, n: int) -> None:
-        mesh = await self.member(f"worker/w{n}", lambda _: None)
+        mesh = self.member(f"worker/w{n}")
+        await mesh.join(None)
         host = f"host{n // WORKERS_OF_HOST}"
         await pool.join_worker(self.state, WorkerRow(f"w{n}", host, "cpu:0", mesh.token))
         self.run(self._every(LOOK_S, lambda: pool.worker_row(self.state, f"w{n}")))
 
     async def agent(self, host: str) -> None:
-        await self.member(f"node/{host}", lambda _: None)
+        await self.member(f"node/{host}").join(None)
         self.run(self._every(AGENT_LOOK_S, lambda: pool.services_of(self.state, host)))
 
     async def planner(self, n: int) -> None:
-        made: list[Planner] = []
-
-        def make(mesh: Mesh) -> Planner:
-            made.append(Planner(mesh))
-            return made[0]
-
-        await self.member(f"planner/{n}", make)
-        self.run(made[0].serve())
+        mesh = self.member(f"planner/{n}")
+        planner = Planner(mesh)
+        await mesh.join(planner)
+        self.run(planner.serve())
 
     async def _every(self, seconds: float, ask: Callable[[], Coroutine[Any, Any, object]]) -> None:
         await self.clock.sleep(seconds * self.random.random())

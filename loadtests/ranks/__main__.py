@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -70,11 +69,10 @@ SIZES = {  # option -> key of MODEL
 MEET_S = 600.0
 
 
-@dataclass
 class Peak:
     """Of this process, from when it is made."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
         self.before = resident("VmRSS")
 
@@ -158,9 +156,7 @@ def measure(ranks: int, shape: dict[str, object], directory: Path) -> dict[str, 
     pid = os.fork()
     if not pid:  # whoever writes the model has it whole
         model = Decoder(config)
-        generator = torch.Generator()
-        generator.manual_seed(0)
-        model.initialise(generator)
+        model.initialise(torch.Generator().manual_seed(0))
         save_model(directory / "model", config, model.state_dict())
         os._exit(0)
     os.waitpid(pid, 0)

@@ -16,7 +16,6 @@ The last line is JSON; the exit status says whether what is asked of every arm w
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
 import sys
@@ -68,8 +67,8 @@ async def _ran(seed: int, moves: str) -> list[Event]:
         return [event_of(row) for row in lines.read(out / EVENTS).rows]
 
 
-def parser() -> argparse.ArgumentParser:
-    found = options(
+def main() -> int:
+    parser = options(
         __doc__,
         arms="demo,virtual,real",
         demo_seeds="3,4,5",
@@ -77,13 +76,9 @@ def parser() -> argparse.ArgumentParser:
         steps=(0, "of each job but the demo; 0: its own"),
         jobs=(",".join(real.JOBS), "of the real mesh"),
     )
-    found.add_argument("--seeds", default="0:30", metavar="A:B", help="of the virtual jobs")
-    found.add_argument("-v", "--verbose", action="store_true", help="tells of every virtual run")
-    return found
-
-
-def main() -> int:
-    a = parser().parse_args()
+    parser.add_argument("--seeds", default="0:30", metavar="A:B", help="of the virtual jobs")
+    parser.add_argument("-v", "--verbose", action="store_true", help="tells of every virtual run")
+    a = parser.parse_args()
     first, _, last = a.seeds.partition(":")
     answer: dict[str, Any] = {}
     reached = True

@@ -46,7 +46,12 @@ async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str,
     rows: list[Compared] = []
     every: list[Arm] = []
     for number, name in enumerate(names):
-        found = await _arms(JOBS[name].of_steps(steps or STEPS), number, seed)
+        job = JOBS[name].of_steps(steps or STEPS)
+        found: dict[int, Arm] = {}  # by the gangs that help; -1: the planner's
+        for split in rotated([-1, *job.splits], number):
+            arm = "planner" if split < 0 else f"static_{split}"
+            found[split] = await run(arm, job if split < 0 else job.held(split), seed, MOST)
+            tell(found[split].row())
         every += found.values()
         planner = found.pop(-1)
         static = {split: arm.rl_s for split, arm in sorted(found.items())}
@@ -57,14 +62,3 @@ async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str,
     told = honest(every) | {"wall_s": round(wall_s, 1)}
     told["valid"] = int(bool(told["valid"]) and wall_s <= WALL_S)
     return figures(rows, "real_") | {f"real_{key}": value for key, value in told.items()}
-
-
-async def _arms(job: PacedWorkload, turn: int, seed: int) -> dict[int, Arm]:
-    """All of one job's, by the gangs that help; -1: the planner's."""
-    splits = [-1, *job.splits]
-    found: dict[int, Arm] = {}
-    for split in rotated(splits, turn):
-        name = "planner" if split < 0 else f"static_{split}"
-        found[split] = await run(name, job if split < 0 else job.held(split), seed, MOST)
-        tell(found[split].row())
-    return found

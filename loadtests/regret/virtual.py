@@ -28,7 +28,11 @@ def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0
                 raise RuntimeError(f"seed {seed}, split {split}: {one.failures}")
             found[seed][split] = one
             if len(found[seed]) == len(drawn(seed).splits) + 1:
-                rows.append(_compared(seed, found[seed]))
+                runs = dict(sorted(found[seed].items()))
+                planner = runs.pop(PLANNER)
+                static = {split: one.rl_s for split, one in runs.items()}
+                moves, judged = len(planner.moves), planner.judged
+                rows.append(Compared(str(seed), static, planner.rl_s, moves, judged))
                 _tell(seed, rows[-1], found[seed], verbose)
     return figures.figures(rows)
 
@@ -37,12 +41,6 @@ def _played(task: tuple[int, int, int]) -> tuple[int, int, PacedRun]:
     seed, split, steps = task
     workload: PacedWorkload = drawn(seed).of_steps(steps or STEPS)
     return seed, split, run(workload if split == PLANNER else workload.held(split), seed)
-
-
-def _compared(seed: int, runs: dict[int, PacedRun]) -> Compared:
-    static = {split: one.rl_s for split, one in sorted(runs.items()) if split != PLANNER}
-    planner = runs[PLANNER]
-    return Compared(str(seed), static, planner.rl_s, len(planner.moves), planner.judged)
 
 
 def _tell(seed: int, row: Compared, runs: dict[int, PacedRun], verbose: bool) -> None:

@@ -21,7 +21,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,14 +223,14 @@ async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[st
             history = [script.past() for script in scripts(rng, hard, PAST)]
             plan = scripts(rng, hard, samples)
             ours = Ours(two, LengthTrees(history), plan)
-            policies: dict[str, Callable[[], Scheduler]] = {
-                "ours": lambda ours=ours: ours,  # type: ignore[misc]
-                "fifo": lambda: Fifo(one, prompts, LengthTrees()),
-                "mlfq": lambda: Mlfq(two, prompts, LengthTrees()),
-                "oracle": lambda plan=plan: Oracle(two, plan),  # type: ignore[misc]
+            policies: dict[str, Scheduler] = {
+                "ours": ours,
+                "fifo": Fifo(one, prompts, LengthTrees()),
+                "mlfq": Mlfq(two, prompts, LengthTrees()),
+                "oracle": Oracle(two, plan),
             }
             for name in rotated([*policies], number):
-                seconds, router = await makespan(mesh, plan, policies[name]())
+                seconds, router = await makespan(mesh, plan, policies[name])
                 spans[name].append(seconds)
                 moved[name].append(router.moved)
                 caches[name].append(dict(router.caches))

@@ -71,9 +71,7 @@ async def serve(client: str = "") -> None:
 
 
 @asynccontextmanager
-async def reached(
-    keys: ProcessKeys | None = None,
-) -> AsyncIterator[tuple[int, Ref]]:
+async def reached(keys: ProcessKeys | None = None) -> AsyncIterator[tuple[int, Ref]]:
     """Yield the pid of a process that answers, and how this one calls it."""
     with served("loadtests.rpc.echo", *([keys.public] if keys else [])) as (pid, line):
         mesh = unrenewed("load", keys)

@@ -11,11 +11,11 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
@@ -86,11 +86,6 @@ def _as_it_is(content: bytes) -> bytes:
 
 async def _size(request: bytes, context: object) -> bytes:
     return len(request).to_bytes(8, "little")
-
-
-def _repacked(body: memoryview) -> bytes:
-    packed: bytes = msgpack.packb(msgpack.unpackb(body))
-    return packed
 
 
 async def serve_grpc() -> None:
@@ -190,16 +185,12 @@ def figures(found: Mapping[tuple[str, str], Sequence[Measured]]) -> dict[str, fl
     return told
 
 
-SERVERS: dict[str, Callable[[], Awaitable[None]]] = {
+SERVERS: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
     "grpc": serve_grpc,
     "size": lambda: serve_zmq(lambda body: len(body).to_bytes(8, "little")),
-    "echo": lambda: serve_zmq(_repacked),
+    "echo": lambda: serve_zmq(lambda body: msgpack.packb(msgpack.unpackb(body))),
 }
 
 
-async def main(which: str) -> None:
-    await SERVERS[which]()
-
-
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1]))
+    uvloop.run(SERVERS[sys.argv[1]]())

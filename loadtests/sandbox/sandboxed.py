@@ -7,7 +7,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,9 +28,8 @@ TOOLS = {
     "shell": "shell",
     "calculator": "calculator",
 }
-TEMPORARY = ("meshrl-jail-",)
-
-
+TEMPORARY = "meshrl-jail-"
+JAIL = JailSettings(sessions=64)
 PROGRAM = "print(sum(i * i for i in range(1000)))"
 SAID = str(sum(i * i for i in range(1000)))
 One = Callable[[], Awaitable[None]]
@@ -59,9 +58,10 @@ class Place:
     process: psutil.Process
     directory: Path
 
-    async def load(self, job: str, rewards: list[RewardPart] | None = None) -> None:
-        jail = JailSettings(sessions=64)
-        request = LoadJob(job, str(self.directory), TOOLS, rewards or [], jail=jail)
+    async def load(
+        self, job: str, rewards: Sequence[RewardPart] = (), jail: JailSettings = JAIL
+    ) -> None:
+        request = LoadJob(job, str(self.directory), TOOLS, list(rewards), jail=jail)
         await self.sandbox.call(Sandbox.load, request, deadline_s=START_S)
 
     async def run(
@@ -74,10 +74,9 @@ class Place:
     def leavings(self) -> Leavings:
         children = self.process.children(recursive=True)
         mounts = Path(f"/proc/{self.process.pid}/mountinfo").read_text().count("\n")
-        found = Path("/sys/fs/cgroup").glob(f"**/meshrl-jail-{self.process.pid}-*")
+        found = Path("/sys/fs/cgroup").glob(f"**/{TEMPORARY}{self.process.pid}-*")
         groups = len({place.resolve() for place in found})
-        folder = Path(tempfile.gettempdir())
-        files = sum(1 for mark in TEMPORARY for _ in folder.glob(f"{mark}*"))
+        files = len(list(Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*")))
         descriptors = len(os.listdir(f"/proc/{self.process.pid}/fd"))
         return Leavings(len(children), descriptors, groups, mounts, files)
 

@@ -18,16 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadtests.measuring.entry import options, report
-from loadtests.measuring.meshed import START_S
-from loadtests.sandbox.sandboxed import CALL_S, JOB, TOOLS, Place, sandboxed
-from meshrl.common.api.sandbox import (
-    JailSettings,
-    LoadJob,
-    RewardBatch,
-    RewardCall,
-    RewardPart,
-    Sandbox,
-)
+from loadtests.sandbox.sandboxed import CALL_S, JOB, Place, sandboxed
+from meshrl.common.api.sandbox import JailSettings, RewardBatch, RewardCall, RewardPart, Sandbox
 from meshrl.common.base.errors import MeshError
 
 HOSTILE = 0.1
@@ -36,6 +28,7 @@ CALLERS = 64
 SAMPLE_S = 5.0
 LEAST_SAMPLES = 16  # of memory, however short it takes
 SESSIONS = 40
+JAIL = JailSettings(wall_s=4.0, cpu_s=1.0, memory_bytes=128 << 20, processes=16, sessions=SESSIONS)
 REWARDS = [RewardPart("code_tests", 1.0, {"case_s": 2.0}), RewardPart("exact", 0.0, {})]
 
 PROGRAMS = {  # hostile source -> how it may end
@@ -83,26 +76,6 @@ class Soak:
             self.session,
             self.score,
         ]
-
-    async def load(self) -> None:
-        jail = JailSettings(
-            wall_s=4.0,
-            cpu_s=1.0,
-            memory_bytes=128 << 20,
-            processes=16,
-            sessions=SESSIONS,
-        )
-        request = LoadJob(JOB, str(self.place.directory), TOOLS, REWARDS, jail=jail)
-        await self.place.sandbox.call(Sandbox.load, request, deadline_s=START_S)
-
-    async def one(self) -> None:
-        hostile = self.random.random() < HOSTILE
-        work = self.hostile if hostile else self.random.choice(self._honest)
-        try:
-            await work()
-        except MeshError as error:
-            self.tally.lost += 1
-            print(f"lost: {error}", file=sys.stderr)
 
     async def program(self) -> None:
         n = self.random.randrange(1000)
@@ -159,8 +132,15 @@ class Soak:
         self.tally.checked(kind, found == ("ok", wanted), (source, found, outcome.error))
 
     async def until(self, end: float) -> None:
+        """Call one after the other; what is lost is told."""
         while time.perf_counter() < end:
-            await self.one()
+            hostile = self.random.random() < HOSTILE
+            work = self.hostile if hostile else self.random.choice(self._honest)
+            try:
+                await work()
+            except MeshError as error:
+                self.tally.lost += 1
+                print(f"lost: {error}", file=sys.stderr)
 
     async def watch(self, begun: float, end: float) -> None:
         every_s = min(SAMPLE_S, (end - begun) / LEAST_SAMPLES)
@@ -181,7 +161,7 @@ def growth(samples: list[tuple[float, int]]) -> float:
 async def main(seconds: float, seed: int, callers: int) -> dict[str, Any]:
     async with sandboxed("--jails", "8") as place:
         soak = Soak(place, seed)
-        await soak.load()
+        await place.load(JOB, REWARDS, JAIL)
         begun = time.perf_counter()
         end = begun + seconds
         await asyncio.gather(soak.watch(begun, end), *(soak.until(end) for _ in range(callers)))

@@ -61,16 +61,8 @@ BROAD = PacedWorkload(
 
 def spec_of(job: PacedWorkload, seed: int, longest: int = LONGEST) -> JobSpec:
     pace, training = profile(job.decode), training_profile(job.training)
-
     return JobSpec(
-        workload=LogNormal(
-            seed,
-            job.turns,
-            job.median,
-            job.sigma,
-            job.tool_s,
-            longest=longest,
-        ),
+        workload=LogNormal(seed, job.turns, job.median, job.sigma, job.tool_s, longest=longest),
         trains=PacedTraining(training, job.bin_tokens),
         speed=lambda kind, degree: PacedSpeed(pace.of_degree(degree), kind, degree),
         steps=job.steps,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import subprocess
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from loadtests.measuring.metered import Measured, run_job
+from loadtests.measuring.processes import environment
 from loadtests.trainer import digits
 from loadtests.trainer.digits import Task
 
@@ -73,10 +73,7 @@ def reward(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
         mesh.append(mean(row["reward"] for row in run.rows[:LEARNING_STEPS][-LAST_STEPS:]))
         told = theirs(task, LEARNING_STEPS, chosen.trl, seed=seed)
         peer.append(mean(told["reward"][-LAST_STEPS:]))
-    return {
-        "reward_mesh": mean(mesh),
-        "reward_trl": mean(peer),
-    }
+    return {"reward_mesh": mean(mesh), "reward_trl": mean(peer)}
 
 
 def ours(task: Task, last: int, out: Path, seed: int = 0) -> Measured:
@@ -99,13 +96,7 @@ def theirs(task: Task, steps: int, venv: Path, seed: int = 0) -> dict[str, Any]:
     command += ["--lengths", str(task.lengths_file()), "--steps", str(steps)]
     command += ["--batch", str(task.batch), "--group", str(task.group), "--seed", str(seed)]
     command += ["--learning-rate", str(digits.LEARNING_RATE)]
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=TRL_S,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run = subprocess.run(command, capture_output=True, text=True, timeout=TRL_S, env=environment())
     if run.returncode:
         raise RuntimeError(f"TRL ended with {run.returncode}:\n{run.stderr[-3000:]}")
     told: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])

@@ -65,9 +65,7 @@ def speedup(
         alone += [row["train_s"] for row in rows[WARM_STEPS:]]
         rows = run(task, last, folder / f"together-{repeat}", *changes)
         together += [row["train_s"] for row in helped(rows[WARM_STEPS:], name)]
-    return {
-        f"speedup_{name}": median(alone) / median(together),
-    }
+    return {f"speedup_{name}": median(alone) / median(together)}
 
 
 def run(task: Task, last: int, out: Path, *changes: str) -> list[Row]:
@@ -97,9 +95,8 @@ def join(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
         raise RuntimeError("nobody joined")
     usual_s = median(idle_s(row, core) for row in before)
     worst_s = max((idle_s(row, core) for row in rows[moved:first]), default=usual_s)
-    return {
-        "join_pause_share": max(0.0, worst_s - usual_s) / median(r["train_s"] for r in before),
-    }
+    pause_s, step_s = max(0.0, worst_s - usual_s), median(row["train_s"] for row in before)
+    return {"join_pause_share": pause_s / step_s}
 
 
 def idle_s(row: Row, core: str) -> float:
@@ -159,16 +156,17 @@ async def recovered(task: Task, out: Path) -> tuple[float, float, float]:
     job = task.job_file(out, steps=KILL_AT + 4, staleness=0)
     async with started(job, out, *SETTINGS) as (state, _), asyncio.timeout(DEADLINE_S):
         await committed(state, KILL_AT)
-        trainers = await registry.entries(state, "trainer")
-        pid = next(e.pid for e in trainers if e.alive)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(await trainer_pid(state), signal.SIGKILL)
         killed = time.perf_counter()
         await committed(state, KILL_AT + 1)
         took = time.perf_counter() - killed
-        trainers = await registry.entries(state, "trainer")
-        used = cpu_s(next(e.pid for e in trainers if e.alive))
+        used = cpu_s(await trainer_pid(state))
         rows = await steps_of(state, out)
         return took, used, sum(row["train_s"] for row in rows[: KILL_AT + 1])
+
+
+async def trainer_pid(state: State) -> int:
+    return next(entry.pid for entry in await registry.entries(state, "trainer") if entry.alive)
 
 
 async def committed(state: State, version: int) -> None:
